@@ -1,0 +1,43 @@
+"""Every bound in kvpin, with its reason. Nothing here is a tuning knob: those are in config.py.
+
+A queue, loop, wait or table that isn't bounded by a number on this page, or in config, is a fault.
+"""
+
+PAGE_BYTES = 4096  # ranges are page-aligned: the unit of mmap, of cudaHostRegister and of O_DIRECT
+
+# --- wire -----------------------------------------------------------------------------------------------------------
+FRAME_BYTES_MAX = 4 << 20  # BATCH_KEYS_MAX items of ~100 bytes, with room; ZMQ_MAXMSGSIZE drops more
+BATCH_KEYS_MAX = 8192  # one call stays below ~50 ms in the owner thread, so heartbeats get through
+KEY_BYTES_MAX = 256  # cache id + 16 bytes fingerprint + 32 bytes hash + group, with room; LMDB allows 511
+OBJECT_BYTES_MAX = 1 << 30  # one object; a block of a large model is a few MiB
+MARKS_MAX = 8  # cache_control allows 4 breakpoints a request; twice that for other dialects
+LABEL_BYTES_MAX = 200
+NAME_BYTES_MAX = 100
+REPORT_BYTES_MAX = 32
+LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
+SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
+
+# --- sessions -------------------------------------------------------------------------------------------------------
+CLIENTS_MAX = 1024
+HEARTBEAT_MS = 1000
+SESSION_TIMEOUT_MS = 15_000  # a busy interpreter may be silent for seconds: be slow to declare a client gone
+REPLIES_KEPT_PER_CLIENT = 64  # answers kept to repeat for a repeated request id
+LEASES_MAX_PER_CLIENT = 4096
+WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once
+
+# --- time -----------------------------------------------------------------------------------------------------------
+LEASE_MS_MAX = 60_000  # longest copy of one batch, generously
+TTL_MS_MAX = 24 * 3600 * 1000  # as Mooncake's soft pin; beyond it a window would be a hard pin
+PUT_TIMEOUT_MS = 30_000  # from put_start to put_end; then the put is lost
+QUARANTINE_MS = 600_000  # a late writer's range is reused after this, unless the writer is known dead before
+
+# --- core tables ----------------------------------------------------------------------------------------------------
+PREFIXES_MAX = 100_000  # ~1 KB each
+HOLDERS_MAX_PER_OBJECT = 4096  # a system prompt shared by very many marked conversations; the oldest holder goes
+REPORTS_MAX = 8192  # requests whose grant report is remembered, oldest dropped
+STORY_KEYS_MAX = 16_384
+STORY_LINES_MAX = 32
+EVICT_OBJECTS_MAX = 65_536  # victims of one batch_evict
+EVICT_ROUNDS_MAX = 4  # tries to make a contiguous range in one put_start
+TICK_EVICT_OBJECTS_MAX = 512  # background eviction a tick, so that a tick stays short
+EVICT_BACKOFF_MS = 100  # after nothing was evictable above the watermark
