@@ -34,10 +34,12 @@ QUARANTINE_MS = 600_000  # a late writer's range is reused after this, unless th
 # --- core tables ----------------------------------------------------------------------------------------------------
 PREFIXES_MAX = 100_000  # ~1 KB each
 HOLDERS_MAX_PER_OBJECT = 4096  # a system prompt shared by very many marked conversations; the oldest holder goes
+GAPS_MAX = 16  # holes of one prefix that are remembered, the shallowest: one is enough to stop what lies deeper
 REPORTS_MAX = 8192  # requests whose grant report is remembered, oldest dropped
-STORY_KEYS_MAX = 16_384
-STORY_LINES_MAX = 32
-EVICT_OBJECTS_MAX = 65_536  # victims of one batch_evict
+REPORT_ENDS_MAX = 500_000  # block ends in all of them together, ~100 bytes each: long prompts have thousands
+STORY_KEYS_MAX = 262_144  # keys in the log of events, ~100 bytes each; at 128 a batch, some 2,000 batches back
+STORY_LINES_MAX = 32  # of one key, the latest
+EVICT_OBJECTS_MAX = 65_536  # objects looked at in one batch_evict, ~1 us each
 EVICT_ROUNDS_MAX = 4  # tries to make a contiguous range in one put_start
 TICK_EVICT_OBJECTS_MAX = 512  # background eviction a tick, so that a tick stays short
 EVICT_BACKOFF_MS = 100  # after nothing was evictable above the watermark

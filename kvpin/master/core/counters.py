@@ -1,0 +1,56 @@
+"""Every number that `Stats` answers, with its meaning: what is counted is declared here first.
+
+Byte values are bytes of the pool, in whole pages.
+"""
+
+COUNTERS: dict[str, str] = {
+    "puts_started": "objects that got a range to write",
+    "puts_existing": "put_start of a key that was complete already",
+    "puts_busy": "put_start of a key that somebody was writing",
+    "puts_no_space": "put_start refused: nothing evictable made room",
+    "puts_completed": "objects made visible by put_end",
+    "puts_revoked": "puts given back by their writers, or ended by their writers' end",
+    "puts_timed_out": "puts not ended in time; their ranges go into quarantine",
+    "puts_cancelled": "puts whose key was deleted while it was being written",
+    "replaced_objects": "complete objects replaced by put_end",
+    "get_hits": "keys found by get_replica_list",
+    "get_misses": "keys not found by get_replica_list",
+    "leases_granted": "leases given to readers",
+    "leases_expired": "leases that ran out, where others were released",
+    "windows_opened": "guaranteed windows opened, objects by prefix",
+    "windows_renewed": "guaranteed windows extended, or joined by one more prefix",
+    "windows_expired": "guaranteed windows that ran out, objects by prefix",
+    "windows_ended_early": "guaranteed windows ended by request, objects by prefix",
+    "windows_forced": "objects removed from an open window by force or by a deleting expire",
+    "guarantees_refused": "windows refused: GUARANTEED_CAPACITY_EXCEEDED",
+    "guarantees_gapped": "windows refused: a block nearer to the root is missing or not protected",
+    "prefixes_created": "prefix records made",
+    "prefixes_ended": "prefix records gone with their last window",
+    "evicted_objects": "objects evicted",
+    "evicted_bytes": "bytes evicted",
+    "evictions_refused": "evictions that could not make the room asked for and took nothing",
+    "removed_objects": "objects removed, cleared or deleted by request",
+    "quarantine_released": "quarantined ranges that became free",
+    "requests_repeated": "requests answered from memory, because their id had been answered before",
+    "requests_refused": "requests refused as malformed, over a limit, or from unknown clients",
+    "clients_joined": "sessions begun",
+    "clients_left": "sessions ended",
+}
+
+GAUGES: dict[str, str] = {
+    "pool_bytes": "size of the pool",
+    "free_bytes": "bytes that no range takes",
+    "objects": "complete objects",
+    "object_bytes": "bytes of complete objects and of objects being written",
+    "writes": "objects being written",
+    "guaranteed_bytes": "bytes in open windows or reserved for them",
+    "reserved_bytes": "of these, reserved for objects being written",
+    "guaranteed_limit_bytes": "what guaranteed_bytes may not exceed",
+    "lingering_bytes": "bytes of removed objects that are still being read",
+    "quarantined_bytes": "bytes whose writer may still write into them",
+    "prefixes": "live prefix records",
+    "leases": "running leases",
+    "clients": "sessions",
+    "largest_free_bytes": "the largest contiguous free range",
+    "fragmentation_permille": "share of the free bytes that lies outside the largest free range",
+}
