@@ -54,7 +54,7 @@ class Stores:
         segment = self._client.segment
         if state.namespace is None or segment is None or not self._client.ready:
             raise Unavailable("not connected")
-        if self._step_wait_left_s <= 0:
+        if round(self._step_wait_left_s * 1000) <= 0:
             raise Unavailable("this step has waited enough")
         object_keys = [kv_key(state.namespace, get_offload_block_hash(key), get_offload_group_idx(key)) for key in keys]
         items = [

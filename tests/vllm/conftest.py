@@ -1,0 +1,43 @@
+"""Tests against the real vLLM, on CPU. Elsewhere than in vLLM's environment there is nothing to collect.
+
+vLLM and torch warn about their own future; in this folder only warnings that kvpin causes are errors.
+"""
+
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# Read when vllm or torch are imported, and inherited by engine processes.
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    os.environ.update(ENVIRONMENT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm.v1.kv_offload.cpu.spec  # noqa: F401
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.filterwarnings("error:::kvpin.*"), append=False)
+            item.add_marker(pytest.mark.filterwarnings("default"), append=False)
