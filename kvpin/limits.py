@@ -48,6 +48,7 @@ EVICT_BACKOFF_MS = 100  # after nothing was evictable above the watermark
 LEASE_MARGIN_MS = 200  # a load must end this long before its lease: the release travels, and the last row takes time
 PUT_MARGIN_MS = 1000  # a store must end this long before the master gives its put up
 COPY_JOBS_MAX = 4096  # transfers queued in one worker; beyond it a transfer fails at once
+GIL_KEPT_BYTES_MAX = 1 << 20  # a longer row (over ~100 us) is copied without Python's global lock
 CHECKS_PENDING_MAX = 1024  # put_end and put_revoke calls whose answers are still to be read
 STEP_STORE_WAITS = 2  # put deadlines: a scheduler step that has waited so long for put_start sends no more of them
 FAULT_LOG_PERIOD_S = 60.0  # one log line per faulty entry point in this time

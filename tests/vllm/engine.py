@@ -132,7 +132,9 @@ class Engine:
 
 
 @contextmanager
-def engine(model: Path, *, kvpin: bool = True, extra: dict[str, Any] | None = None, **overrides: Any) -> Iterator[Engine]:
+def engine(
+    model: Path, *, kvpin: bool = True, extra: dict[str, Any] | None = None, **overrides: Any
+) -> Iterator[Engine]:
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": True,

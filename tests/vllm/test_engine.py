@@ -85,7 +85,9 @@ def test_outputs_are_equal_without_kvpin_when_stored_when_loaded_and_when_in_l1(
     assert outputs(loaded) == expected
     assert outputs(e.ask(*prompts)) == expected
     # Every full block came back, but the one of the last token, which has to be computed.
-    assert [answer.cached_tokens for answer in loaded] == [len(prompt.ids) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
+    assert [answer.cached_tokens for answer in loaded] == [
+        len(prompt.ids) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts
+    ]
     assert e.count(metrics.LOOKUP_BLOCKS, "hit") > 0
     assert e.manager._open == {}
 

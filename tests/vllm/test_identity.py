@@ -39,7 +39,9 @@ OFFLOADING = OffloadingConfig(
 )
 KV_CACHE = SimpleNamespace(
     kv_cache_groups=[
-        SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32))
+        SimpleNamespace(
+            kv_cache_spec=FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        )
     ]
 )
 

@@ -41,9 +41,7 @@ class Harness:
         self.client = FakeClient(self.clock, lambda body: None if self.silent else self.store(body))
         self.manager = KVPinManager(self.client, CONFIG, LAYOUT, SECRET, self.clock)
 
-    def request(
-        self, name: str = "r", params: dict | None = None, keys: list[OffloadKey] | None = None
-    ) -> ReqContext:
+    def request(self, name: str = "r", params: dict | None = None, keys: list[OffloadKey] | None = None) -> ReqContext:
         context = ReqContext(name, kv_transfer_params=params)
         self.manager.on_new_request(context)
         chain = keys or KEYS
@@ -300,7 +298,9 @@ def test_a_store_writes_what_is_missing_and_ends_it(h: Harness) -> None:
     assert output.store_spec.offsets == (LAYOUT.object_bytes, 2 * LAYOUT.object_bytes)
     assert output.store_spec.deadline_s == pytest.approx(1000 + 30 - PUT_MARGIN_MS / 1000)
     (body,) = h.client.bodies(PutStart)
-    assert [(item.size_bytes, item.end_token) for item in body.items] == [(LAYOUT.object_bytes, n) for n in (32, 64, 96)]
+    assert [(item.size_bytes, item.end_token) for item in body.items] == [
+        (LAYOUT.object_bytes, n) for n in (32, 64, 96)
+    ]
     assert (body.marks, body.report) == ([Mark(PREFIX, 64, 5000, "doc")], b"\xab" * 16)
     h.manager.complete_store({KEYS[0], KEYS[2]}, context)
     assert h.client.bodies(PutEnd) == [PutEnd([object_key(KEYS[0]), object_key(KEYS[2])])]

@@ -7,7 +7,9 @@ from kvpin.vllm_connector.settings import client_config
 
 
 def test_our_keys_reach_the_client_and_vllms_are_left_alone() -> None:
-    config = client_config({"lease_ms": 3000, "address": "ipc:///x", "blocks_per_chunk": 2, "offload_prompt_only": False})
+    config = client_config(
+        {"lease_ms": 3000, "address": "ipc:///x", "blocks_per_chunk": 2, "offload_prompt_only": False}
+    )
     assert (config.lease_ms, config.address, config.put_deadline_ms) == (3000, "ipc:///x", 10)
 
 

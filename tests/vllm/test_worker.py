@@ -11,6 +11,7 @@ from fakes import Clock
 from test_pages import caches
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
 
+from kvpin.limits import GIL_KEPT_BYTES_MAX
 from kvpin.segment import Segment
 from kvpin.vllm_connector import worker as worker_module
 from kvpin.vllm_connector.layout import ObjectLayout
@@ -112,7 +113,7 @@ def test_a_deadline_that_passes_during_the_copy_fails_it_and_stops_it(
         copied.append(size)
         clock.advance_ms(600_000)
 
-    monkeypatch.setattr(worker_module.ctypes, "memmove", slow)
+    monkeypatch.setattr(worker_module, "copy_bytes", slow)
     workers[0].submit_store(1, blocks(5, 6), spec(segment, 0, 4096, deadline_s=clock.now_s + 1))
     done(workers[0], 1)
     assert copied == [PAGE_BYTES]
@@ -142,7 +143,9 @@ def test_what_cannot_be_copied_is_a_failure_and_not_an_exception(
     assert workers[0].take_failures() == {}
 
 
-def test_a_fence_waits_for_its_jobs(workers: list[CpuWorker], segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_waits_for_its_jobs(
+    workers: list[CpuWorker], segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started, go = threading.Event(), threading.Event()
 
     def held(job: Job, rows: object) -> None:
@@ -196,6 +199,15 @@ def test_only_the_newest_segment_stays_mapped(
     assert workers[0].take_failures() == {}
     newer.close()
     newer.unlink()
+
+
+@pytest.mark.parametrize("size", [1, 4096, GIL_KEPT_BYTES_MAX, GIL_KEPT_BYTES_MAX + 1])
+def test_rows_of_all_sizes_are_copied(size: int) -> None:
+    source = torch.randint(-128, 128, (size,), dtype=torch.int8)
+    target = torch.zeros(size + 1, dtype=torch.int8)
+    worker_module.copy_bytes(target.data_ptr(), source.data_ptr(), size)
+    assert target[:size].equal(source)
+    assert target[size] == 0
 
 
 def test_ranks_reports_are_merged() -> None:
