@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -174,10 +175,8 @@ def main(arguments: str) -> None:
             rounds.append([[list(each.outputs[0].token_ids), each.num_cached_tokens] for each in answered])
             process.llm.reset_prefix_cache()
         metrics = prometheus_client.generate_latest().decode()
-    print("RESULT " + json.dumps({"rounds": rounds, "metrics": metrics}), flush=True)
+    sys.stdout.write("\nRESULT " + json.dumps({"rounds": rounds, "metrics": metrics}) + "\n")
 
 
 if __name__ == "__main__":
-    import sys
-
     main(sys.argv[1])

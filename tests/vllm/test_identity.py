@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Rows of addresses against a naive copy, for random groups, chunks and block ids."""
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_rows_put_every_page_where_the_layout_says(case: tuple) -> None:
         row += count
 
     slots = memory.ctypes.data + np.arange(sum(chunks), dtype=np.uint64) * np.uint64(slot_bytes)
-    spec = GPULoadStoreSpec(sum(blocks, []), [len(ids) for ids in blocks], first)
+    spec = GPULoadStoreSpec(list(itertools.chain.from_iterable(blocks)), [len(ids) for ids in blocks], first)
     rows = PageTable(kv, per_chunk, slot_bytes).rows(spec, slots.astype(np.uint64))
     copy(rows)
     assert (memory == expected).all()
