@@ -47,16 +47,20 @@ class Memory:
     def make_room(self, size_bytes: int, now_ms: int) -> int:
         """The offset of a range, evicting for it if need be; NO_RANGE if nothing evictable makes room.
 
-        Enough free bytes may still lie scattered, so it evicts in a few rounds, each more than the one before. The
-        first, which takes just what is missing, decides whether there is enough at all: if not, nothing is touched.
+        Enough free bytes may still lie scattered, so it evicts in a few rounds of growing size. The first, which takes
+        just what is missing, decides whether there is enough at all: if not, nothing is touched.
         """
         allocator = self.allocator
         offset = allocator.allocate(size_bytes)
+        if offset != NO_RANGE:
+            return offset
         need_bytes = max(page_round(size_bytes) - allocator.free_bytes, PAGE_BYTES)
         for rounds in range(EVICT_ROUNDS_MAX):
-            if offset != NO_RANGE or not self.evict(need_bytes, now_ms):
+            if not self.evict(need_bytes, now_ms):
                 break
             offset = allocator.allocate(size_bytes)
+            if offset != NO_RANGE:
+                break
             need_bytes = page_round(size_bytes) << rounds
         return offset
 
