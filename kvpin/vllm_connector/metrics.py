@@ -1,6 +1,7 @@
 """The connector's counters, on their way to vLLM's Prometheus endpoint.
 
-The scheduler's side counts; `drain` hands the increments to vLLM, which adds them up in the API server.
+The scheduler's side counts; `drain` hands the increments to vLLM, which adds them up in the API server. The names
+start with `vllm:` because vLLM unregisters only such before it makes another engine in the same process.
 """
 
 from collections import Counter
@@ -8,14 +9,14 @@ from collections import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
-LOOKUPS = "kvpin:lookups"
-LOOKUP_BLOCKS = "kvpin:lookup_blocks"
-STORE_BLOCKS = "kvpin:store_blocks"
-GRANTS = "kvpin:grants"
-TRANSFER_FAILURES = "kvpin:transfer_failures"
-SIDE_FIELDS_REJECTED = "kvpin:side_fields_rejected"
-FAULTS = "kvpin:faults"
-CONNECTED = "kvpin:connected"
+LOOKUPS = "vllm:kvpin_lookups"
+LOOKUP_BLOCKS = "vllm:kvpin_lookup_blocks"
+STORE_BLOCKS = "vllm:kvpin_store_blocks"
+GRANTS = "vllm:kvpin_grants"
+TRANSFER_FAILURES = "vllm:kvpin_transfer_failures"
+SIDE_FIELDS_REJECTED = "vllm:kvpin_side_fields_rejected"
+FAULTS = "vllm:kvpin_faults"
+CONNECTED = "vllm:kvpin_connected"
 
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     LOOKUPS: OffloadingCounterMetadata(

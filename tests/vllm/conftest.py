@@ -5,7 +5,10 @@ vLLM and torch warn about their own future; in this folder only warnings that kv
 
 import importlib.util
 import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.filterwarnings("error:::kvpin.*"), append=False)
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a tiny model with fixed random weights in a folder of its own."""
+
+    def make(*options: str) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        script = HERE.parents[1] / "examples" / "make_model.py"
+        subprocess.run([sys.executable, str(script), str(folder), *options], check=True, capture_output=True)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model: Callable[..., Path]) -> Path:
+    return make_model()

@@ -65,4 +65,4 @@ def test_tensor_parallel_ranks_each_keep_their_slice(model: Path, master: object
     assert [cached for _, cached in loaded] == full_blocks(prompts)
     assert [ids for ids, _ in loaded] == [ids for ids, _ in cold]
     # Counted in the engine's process, shown in the server's.
-    assert 'kvpin:lookup_blocks_total{engine="0"' in metrics
+    assert 'vllm:kvpin_lookup_blocks_total{engine="0"' in metrics
