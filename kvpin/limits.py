@@ -52,3 +52,10 @@ GIL_KEPT_BYTES_MAX = 1 << 20  # a longer row (over ~100 us) is copied without Py
 CHECKS_PENDING_MAX = 1024  # put_end and put_revoke calls whose answers are still to be read
 STEP_STORE_WAITS = 2  # put deadlines: a scheduler step that has waited so long for put_start sends no more of them
 FAULT_LOG_PERIOD_S = 60.0  # one log line per faulty entry point in this time
+
+# --- set-up ---------------------------------------------------------------------------------------------------------
+PREFAULT_SLICE_BYTES = 64 << 20  # progress is shown, and a signal seen, this often
+POOL_BYTES_MIN = 16 << 20  # below, not even one long prompt of a small model fits
+POOL_BYTES_AUTO_MAX = 64 << 30  # "auto" takes no more: who wants more says so
+POOL_AUTO_SHARE = 0.25  # of what is free in /dev/shm: the engine and others need it too
+IPC_PATH_BYTES_MAX = 107  # sun_path of a Unix socket
