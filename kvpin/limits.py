@@ -17,10 +17,22 @@ REPORT_BYTES_MAX = 32
 LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
 SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
 
+RECEIVE_BATCH_MAX = 256  # messages taken in one round, so that deadlines and sessions get their turn
+FAILURE_TEXT_MAX = 500  # characters of an error on the wire
+
+# --- segment --------------------------------------------------------------------------------------------------------
+PREFAULT_SLICE_BYTES = 64 << 20  # ~15 ms each: progress moves and a signal is seen
+POOL_AUTO_SHARE = 0.25  # of what is free: the rest is for torch's and NCCL's own segments
+POOL_AUTO_BYTES_MIN = 64 << 20  # a smaller pool holds no prefix worth keeping: better an error at start
+POOL_AUTO_BYTES_MAX = 64 << 30  # a larger pool should be somebody's decision
+POOL_BYTES_MIN = 1 << 20
+
 # --- sessions -------------------------------------------------------------------------------------------------------
 CLIENTS_MAX = 1024
 HEARTBEAT_MS = 1000
 SESSION_TIMEOUT_MS = 15_000  # a busy interpreter may be silent for seconds: be slow to declare a client gone
+PID_CHECK_MS = 1000  # how soon a killed client is noticed; ~10 us a client
+LEFT_WRITERS_MAX = 4096  # writers outliving their session that are watched, so that their ranges come back early
 REPLIES_KEPT_PER_CLIENT = 64  # answers kept to repeat for a repeated request id
 LEASES_MAX_PER_CLIENT = 4096
 WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once
@@ -59,3 +71,11 @@ POOL_BYTES_MIN = 16 << 20  # below, not even one long prompt of a small model fi
 POOL_BYTES_AUTO_MAX = 64 << 30  # "auto" takes no more: who wants more says so
 POOL_AUTO_SHARE = 0.25  # of what is free in /dev/shm: the engine and others need it too
 IPC_PATH_BYTES_MAX = 107  # sun_path of a Unix socket
+
+# --- client ---------------------------------------------------------------------------------------------------------
+CALLS_PENDING_MAX = 4096  # calls of one client under way: as many as the send queue takes
+RECEIVE_BURST_MAX = 256  # answers taken before something else gets its turn
+ANSWER_MS_MAX = 60_000  # a call that nobody waits for is forgotten after this: by then its put and lease are void too
+RECONNECT_MS_MIN = 50  # first pause between connection attempts; doubles up to retry_ms
+CLOSE_WAIT_MS = 200  # for the answer to Bye; a client that leaves without is found out by its silence
+CLOCK_MARGIN_MS = 5  # two processes round the same clock to whole milliseconds, one of them a little late

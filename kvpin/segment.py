@@ -1,207 +1,262 @@
-"""The pool: one file of shared memory that the master makes and every engine process maps.
+"""The shared memory that holds all objects: one file in /dev/shm, mapped by the master and by every engine process.
 
-Not `multiprocessing.shared_memory`: its resource tracker unlinks a segment when any process that attached it exits
-(cpython #82300). A named file in a tmpfs can be mapped again, is removed when its maker says so, and posix_fallocate
-makes a lack of memory an error at the start instead of a SIGBUS later.
+Layout: a header page (magic, format, epoch, size), then the data area; offsets in kvpin count from the start of the
+data area. Created by hand rather than with `multiprocessing.shared_memory`, whose resource tracker unlinks a segment
+when any process that attached it exits (cpython #82300). Memory is allocated and touched at creation: a full /dev/shm
+is then an error at start, where a sparse file would kill some engine with SIGBUS much later.
 
-Layout: one header page `{magic, version, epoch, data bytes}`, then the data area. Offsets count from the data area.
+The creator holds a lock on the file for as long as it lives. A file that nobody holds is a crash's leftover, whatever
+process ids or clocks say, and `remove_stale` unlinks it.
 """
 
 import contextlib
 import ctypes
 import errno
 import fcntl
-import logging
 import mmap
 import os
+import re
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from kvpin.errors import SegmentError
 from kvpin.limits import PAGE_BYTES, PREFAULT_SLICE_BYTES
 
-MAGIC = b"kvpinseg"
-FORMAT_VERSION = 1
-HEADER = struct.Struct("<8sIIQQ")  # magic, format version, reserved, epoch, bytes of the data area
-DATA_OFFSET = PAGE_BYTES
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it before Python 3.14
+SHM_DIR = "/dev/shm"
+HEADER_BYTES = PAGE_BYTES
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+_MAGIC = b"KVPINSEG"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sIxxxxQQ")  # magic, format, epoch, size of the data area in bytes
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it yet
+_HOW_TO_GET_ROOM = (
+    "choose a smaller pool_size, or make it larger: Docker gives a container 64 MB unless it is started with "
+    "`--shm-size=8g` (or `--ipc=host`), Kubernetes needs an emptyDir volume with `medium: Memory` mounted there"
+)
 
-logger = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def segment_path(directory: str | Path, pool: str, epoch: int) -> str:
+    """Where a master of this user keeps the segment of one epoch."""
+    return f"{directory}/{_prefix(pool)}{epoch:x}"
+
+
+def free_bytes(directory: str | Path) -> int:
+    """What the file system of `directory` has left. Raises SegmentError if there is no such directory."""
+    try:
+        room = os.statvfs(directory)
+    except OSError as error:
+        raise SegmentError(f"segment_dir {directory}: {error.strerror}; give a directory on a tmpfs") from error
+    return room.f_bavail * room.f_frsize
+
+
+def remove_stale(directory: str | Path, pool: str) -> list[str]:
+    """Unlink this user's segments of `pool` whose master is gone; their paths.
+
+    Processes that have such a segment mapped keep their memory until they unmap it. A running master's segment is
+    locked and stays. Raises SegmentError if the directory can't be read.
+    """
+    name_of_ours = re.compile(re.escape(_prefix(pool)) + "[0-9a-f]+")
+    try:
+        names = sorted(name for name in os.listdir(directory) if name_of_ours.fullmatch(name))
+    except OSError as error:
+        raise SegmentError(f"segment_dir {directory}: {error.strerror}; give a directory on a tmpfs") from error
+    return [path for name in names if _unlink_if_unlocked(path := f"{directory}/{name}")]
 
 
 class Segment:
-    """A mapping. `data` is the writable data area of `size_bytes`, which begins at `address` in this process."""
+    """A mapped segment. Make one with `create` or `attach`.
 
-    def __init__(self, path: str, epoch: int, mapping: mmap.mmap, size_bytes: int, fd: int) -> None:
+    `data`: the data area, writable. `address`: where it is mapped in this process. Sizes and offsets in bytes.
+    """
+
+    def __init__(self, path: str, epoch: int, memory: mmap.mmap, lock_handle: int | None) -> None:
         self.path = path
         self.epoch = epoch
-        self.size_bytes = size_bytes
-        self._mapping = mapping
-        self._fd = fd
-        self.data = memoryview(mapping)[DATA_OFFSET : DATA_OFFSET + size_bytes]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+        self.size_bytes = len(memory) - HEADER_BYTES
+        self.address = _address(memory) + HEADER_BYTES
+        self.data = memoryview(memory)[HEADER_BYTES:]
+        self._memory: mmap.mmap | None = memory
+        self._lock_handle = lock_handle  # of the creator: open as long as the segment is in use
 
     @classmethod
     def create(cls, path: str, size_bytes: int, epoch: int, *, progress: Progress | None = None) -> "Segment":
-        """Make the file, with all its memory, for this user only, and lock it while it is open.
+        """Make, lock, allocate and touch a segment with a data area of `size_bytes` (whole pages).
 
-        Raises SegmentError: no room, no such directory, or the file is there already.
+        Mode 0600. Raises SegmentError if there is no room, the path exists, or its directory doesn't.
         """
         if size_bytes <= 0 or size_bytes % PAGE_BYTES:
-            raise SegmentError(f"{size_bytes} bytes: a segment is a positive multiple of {PAGE_BYTES}")
-        _check_room(path, DATA_OFFSET + size_bytes)
+            raise SegmentError(f"segment size {size_bytes}: give a positive multiple of {PAGE_BYTES} bytes")
+        _check_room(path, HEADER_BYTES + size_bytes)
+        handle = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SegmentError(f"can't make {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mapping = _allocate(fd, path, DATA_OFFSET + size_bytes, progress)
-            mapping[: HEADER.size] = HEADER.pack(MAGIC, FORMAT_VERSION, 0, epoch, size_bytes)
-            return cls(path, epoch, mapping, size_bytes, fd)
+            _lock_new(handle, path)
+            memory = _allocate(handle, path, HEADER_BYTES + size_bytes, progress)
+            # Last, so that nobody attaches a segment that isn't whole.
+            memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _FORMAT, epoch, size_bytes)
         except BaseException:
-            os.unlink(path)
-            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            os.close(handle)
             raise
+        return cls(path, epoch, memory, handle)
 
     @classmethod
     def attach(cls, path: str, epoch: int) -> "Segment":
-        """Map what a master made. Raises SegmentError if it isn't there, isn't ours, or is of another epoch."""
+        """Map the segment of that epoch. Raises SegmentError if it's gone, foreign, or not what was asked for."""
+        handle = _open(path, os.O_RDWR)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise SegmentError(f"can't open {path}: {error.strerror}; is the master of epoch {epoch} gone?") from error
-        try:
-            size_bytes = _check_header(fd, path, epoch)
-            mapping = mmap.mmap(fd, DATA_OFFSET + size_bytes)
-        except OSError as error:
-            raise SegmentError(f"can't map {path}: {error.strerror}") from error
+            size_bytes = _check_header(handle, path, epoch)
+            memory = mmap.mmap(handle, HEADER_BYTES + size_bytes, mmap.MAP_SHARED)
+        except (OSError, OverflowError) as error:
+            raise SegmentError(f"can't map {path}: {error}") from error
         finally:
-            os.close(fd)  # only the master needs its lock; a mapping outlives its descriptor
-        return cls(path, epoch, mapping, size_bytes, -1)
+            os.close(handle)  # the mapping has a handle of its own
+        return cls(path, epoch, memory, None)
 
-    def view(self, offset: int, size_bytes: int) -> memoryview:
-        """The bytes of one range. Raises SegmentError outside the data area. Release it before `close`."""
-        if not 0 <= offset <= offset + size_bytes <= self.size_bytes:
-            raise SegmentError(f"range {offset}+{size_bytes} lies outside the segment's {self.size_bytes} bytes")
-        return self.data[offset : offset + size_bytes]
+    def view(self, offset: int, size: int) -> memoryview:
+        """`size` bytes from `offset` of the data area. Raises SegmentError if they don't lie in it."""
+        if offset < 0 or size < 0 or offset + size > self.size_bytes:
+            raise SegmentError(f"{size} bytes from {offset} don't lie in the {self.size_bytes} bytes of {self.path}")
+        if self._memory is None:
+            raise SegmentError(f"{self.path} is closed")
+        return self.data[offset : offset + size]
 
     def close(self) -> None:
-        """Give up the mapping. While somebody still uses a view of it, the memory stays mapped until that is gone."""
-        with contextlib.suppress(BufferError):
-            self.data.release()
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Unmap, and unlock if this process made it. Safe to call twice.
+
+        Never fails for views that are still in use: the memory then stays mapped until the last of them is gone.
+        """
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with contextlib.suppress(BufferError):
+                self.data.release()
+                memory.close()
+        handle, self._lock_handle = self._lock_handle, None
+        if handle is not None:
+            # Explicitly: a mapping that outlives this holds a duplicate of the handle, and the lock with it.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
 
     def unlink(self) -> None:
-        """Remove the file; those who have it mapped keep the memory until they unmap it."""
+        """Remove the name; mappings live on. No error if it's gone already."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
-def segment_path(directory: str, pool: str, epoch: int) -> str:
-    return f"{_stem(directory, pool)}{epoch:x}"
+def _prefix(pool: str) -> str:
+    return f"kvpin-{os.geteuid()}-{pool}-"
 
 
-def remove_stale(directory: str, pool: str) -> list[str]:
-    """Unlink this user's segments of the pool that no living master holds: what a crash left. Returns their paths."""
-    removed = []
-    stem = Path(_stem(directory, pool))
-    for path in sorted(stem.parent.glob(f"{stem.name}*")):
-        with _opened(path) as fd:
-            if fd is None or not _is_segment_of_ours(fd):
-                continue
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            path.unlink(missing_ok=True)
-            removed.append(str(path))
-            logger.warning("event=stale_segment_removed path=%s", path)
-    return removed
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # the temporary's export ends with it
 
 
-def _stem(directory: str, pool: str) -> str:
-    return os.path.join(directory, f"kvpin-{os.getuid()}-{pool}-")
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int | None]:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        yield None
-        return
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _is_segment_of_ours(fd: int) -> bool:
-    status = os.fstat(fd)
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-
-
-def _check_room(path: str, needed_bytes: int) -> None:
+def _check_room(path: str, wanted_bytes: int) -> None:
     directory = os.path.dirname(path)
+    free = free_bytes(directory)
+    if wanted_bytes > free:
+        _no_room(directory, wanted_bytes, free)
+
+
+def _no_room(directory: str, wanted_bytes: int, free: int) -> NoReturn:
+    raise SegmentError(
+        f"{directory} has {free} bytes free ({free / 2**20:.0f} MiB), the segment needs {wanted_bytes} "
+        f"({wanted_bytes / 2**20:.0f} MiB): {_HOW_TO_GET_ROOM}"
+    )
+
+
+def _open(path: str, flags: int) -> int:
     try:
-        status = os.statvfs(directory)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise SegmentError(f"there is no segment {path}: its master has stopped or was started anew") from error
+    except FileExistsError as error:
+        raise SegmentError(f"{path} exists already") from error
     except OSError as error:
-        raise SegmentError(f"segment directory {directory}: {error.strerror}") from error
-    free_bytes = status.f_bavail * status.f_frsize
-    if needed_bytes > free_bytes:
-        raise SegmentError(
-            f"the pool needs {needed_bytes} bytes, but {directory} has {free_bytes} free of "
-            f"{status.f_blocks * status.f_frsize}. Make the pool smaller (--pool-size), or the file system larger: "
-            "docker run --shm-size=16g (Docker's default is 64 MB); in Kubernetes an emptyDir with medium: Memory "
-            "mounted at /dev/shm; elsewhere mount -o remount,size=16g /dev/shm"
-        )
+        raise SegmentError(f"can't open {path}: {error.strerror}") from error
 
 
-def _allocate(fd: int, path: str, total_bytes: int, progress: Progress | None) -> mmap.mmap:
-    """Take all the memory now, slice by slice: the first touch of a fresh page costs as much as ten copies."""
-    mapping: mmap.mmap | None = None
+def _lock_new(handle: int, path: str) -> None:
+    """Lock a file just made. Between the two, another master's `remove_stale` may have found it unlocked."""
     try:
-        for start in range(0, total_bytes, PREFAULT_SLICE_BYTES):
-            os.posix_fallocate(fd, start, min(PREFAULT_SLICE_BYTES, total_bytes - start))
-        mapping = mmap.mmap(fd, total_bytes)
-        for start in range(0, total_bytes, PREFAULT_SLICE_BYTES):
-            length = min(PREFAULT_SLICE_BYTES, total_bytes - start)
-            with contextlib.suppress(OSError):  # an older kernel: pages are mapped at their first use instead
-                mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass
+    else:
+        if os.fstat(handle).st_nlink:
+            return
+    raise SegmentError(f"{path} was taken for a leftover by another master that started just now: start again")
+
+
+def _allocate(handle: int, path: str, size_bytes: int, progress: Progress | None) -> mmap.mmap:
+    """Allocate and touch the whole file, slice by slice so that progress is seen, and map it."""
+    try:
+        os.ftruncate(handle, size_bytes)
+        memory = mmap.mmap(handle, size_bytes, mmap.MAP_SHARED)
+        for start in range(0, size_bytes, PREFAULT_SLICE_BYTES):
+            length = min(PREFAULT_SLICE_BYTES, size_bytes - start)
+            os.posix_fallocate(handle, start, length)
+            _touch(memory, start, length)
             if progress is not None:
-                progress(start + length, total_bytes)
-        return mapping
+                progress(start + length, size_bytes)
     except OSError as error:
-        if mapping is not None:
-            mapping.close()
-        reason = "not enough memory" if error.errno in (errno.ENOSPC, errno.ENOMEM) else error.strerror
-        raise SegmentError(f"can't get {total_bytes} bytes for {path}: {reason}; make the pool smaller") from error
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            directory = os.path.dirname(path)
+            _no_room(directory, size_bytes, free_bytes(directory))
+        raise SegmentError(f"can't allocate {size_bytes} bytes for {path}: {error.strerror}") from error
+    return memory
 
 
-def _check_header(fd: int, path: str, epoch: int) -> int:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid not in (os.getuid(), 0):
-        raise SegmentError(f"{path} is not a file of uid {os.getuid()}: refusing to map somebody else's memory")
-    raw = os.pread(fd, HEADER.size, 0)
-    if len(raw) < HEADER.size:
-        raise SegmentError(f"{path} is no segment: it has only {status.st_size} bytes")
-    magic, version, _, its_epoch, size_bytes = HEADER.unpack(raw)
-    if magic != MAGIC:
-        raise SegmentError(f"{path} is no segment of kvpin")
-    if version != FORMAT_VERSION:
-        raise SegmentError(f"{path} has format {version}, this kvpin reads {FORMAT_VERSION}: run the same version")
+def _touch(memory: mmap.mmap, start: int, length: int) -> None:
+    """Have the pages mapped now, rather than one fault at a time under the first objects."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE, start, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # an older kernel
+            raise
+        memory[start : start + length : PAGE_BYTES] = bytes(-(-length // PAGE_BYTES))
+
+
+def _check_header(handle: int, path: str, epoch: int) -> int:
+    """The size of the data area."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise SegmentError(f"{path} is no regular file")
+    if status.st_uid != os.geteuid():
+        raise SegmentError(
+            f"{path} belongs to user {status.st_uid}, this process to {os.geteuid()}: run master and engine as one user"
+        )
+    header = os.pread(handle, _HEADER.size, 0)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise SegmentError(f"{path} is no kvpin segment, or its master is still making it")
+    _, format_version, its_epoch, size_bytes = _HEADER.unpack(header)
+    if format_version != _FORMAT:
+        raise SegmentError(f"{path} has format {format_version}, this kvpin reads {_FORMAT}: install one version")
     if its_epoch != epoch:
-        raise SegmentError(f"{path} belongs to epoch {its_epoch}, not {epoch}")
-    if status.st_size < DATA_OFFSET + size_bytes:
-        raise SegmentError(f"{path} is cut short: {status.st_size} bytes for a data area of {size_bytes}")
+        raise SegmentError(f"{path} is of epoch {its_epoch}, not {epoch}: the master was started anew")
+    if status.st_size != HEADER_BYTES + size_bytes:
+        raise SegmentError(f"{path} has {status.st_size} bytes where its header says {HEADER_BYTES + size_bytes}")
     return int(size_bytes)
+
+
+def _unlink_if_unlocked(path: str) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return False  # gone meanwhile, or not ours to judge
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
