@@ -16,23 +16,15 @@ NAME_BYTES_MAX = 100
 REPORT_BYTES_MAX = 32
 LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
 SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
-
-RECEIVE_BATCH_MAX = 256  # messages taken in one round, so that deadlines and sessions get their turn
-FAILURE_TEXT_MAX = 500  # characters of an error on the wire
-
-# --- segment --------------------------------------------------------------------------------------------------------
-PREFAULT_SLICE_BYTES = 64 << 20  # ~15 ms each: progress moves and a signal is seen
-POOL_AUTO_SHARE = 0.25  # of what is free: the rest is for torch's and NCCL's own segments
-POOL_AUTO_BYTES_MIN = 64 << 20  # a smaller pool holds no prefix worth keeping: better an error at start
-POOL_AUTO_BYTES_MAX = 64 << 30  # a larger pool should be somebody's decision
-POOL_BYTES_MIN = 1 << 20
+ROUND_FRAMES_MAX = 256  # messages the master takes between two looks at the clock
+HOUSEKEEPING_MS = 1000  # how often the master looks for dead and silent clients
 
 # --- sessions -------------------------------------------------------------------------------------------------------
 CLIENTS_MAX = 1024
+DEPARTED_MAX = 4096  # clients gone whose writer's death is still watched for
 HEARTBEAT_MS = 1000
+SOCKET_HEARTBEAT_MS = 5000  # of ZeroMQ itself: finds half-open connections; answered even by a busy interpreter
 SESSION_TIMEOUT_MS = 15_000  # a busy interpreter may be silent for seconds: be slow to declare a client gone
-PID_CHECK_MS = 1000  # how soon a killed client is noticed; ~10 us a client
-LEFT_WRITERS_MAX = 4096  # writers outliving their session that are watched, so that their ranges come back early
 REPLIES_KEPT_PER_CLIENT = 64  # answers kept to repeat for a repeated request id
 LEASES_MAX_PER_CLIENT = 4096
 WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import re
@@ -38,6 +39,8 @@ _HOW_TO_GET_ROOM = (
 )
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+logger = logging.getLogger(__name__)
 
 
 def segment_path(directory: str | Path, pool: str, epoch: int) -> str:
@@ -259,4 +262,5 @@ def _unlink_if_unlocked(path: str) -> bool:
         return False
     finally:
         os.close(handle)
+    logger.warning("event=stale_segment_removed path=%s bytes=%d", path, status.st_size)
     return True
