@@ -219,7 +219,7 @@ def _windows_are_granted(tables: Tables, now_ms: int) -> Iterator[str]:
             yield f"a window of {name} is longer than any ttl"
         if len(prefix.gaps) > GAPS_MAX or prefix.gap_token != min(prefix.gaps.values(), default=NO_GAP):
             yield f"the gaps of {name} are wrong"
-        if any(obj.key in prefix.gaps for obj in [*prefix.holds, *prefix.reserved]):
+        if any(obj.key in prefix.gaps for obj in prefix.holds):
             yield f"{name} has a gap where it holds a block"
 
 

@@ -24,8 +24,8 @@ class Memory:
     )  # fmt: skip
 
     def __init__(
-        self, config: CoreConfig, ledger: Ledger, evictor: Evictor, windows: Windows, stories: Stories,
-        counters: dict[str, int],
+        self, config: CoreConfig, objects: dict[bytes, Object], ledger: Ledger, evictor: Evictor, windows: Windows,
+        stories: Stories, counters: dict[str, int],
     ) -> None:  # fmt: skip
         self._config = config
         self._ledger = ledger
@@ -34,7 +34,7 @@ class Memory:
         self._stories = stories
         self._counters = counters
         self.allocator = Allocator(config.pool_bytes)
-        self.objects: dict[bytes, Object] = {}  # all and only complete objects
+        self.objects = objects  # all and only complete objects
         # All and only objects being written. In order of start, so in order of deadline too: the timeout is the same.
         self.writes: OrderedDict[bytes, Write] = OrderedDict()
         self.lingering: set[Object] = set()

@@ -39,7 +39,8 @@ def put_start(tables: Tables, now_ms: int, session: Session, body: PutStart) -> 
         statuses[index] = status
         if status is PutStatus.WRITE and obj is not None:
             offsets[index] = obj.offset
-        if batch is not None and status is not PutStatus.GUARANTEED:
+        if batch is not None and (obj is not None or item.key not in tables.memory.objects):
+            # What exists and couldn't be replaced is neither protected nor a gap.
             grants[index] = batch.protect(item.key, item.end_token, obj)
     if batch is not None:
         batch.finish()

@@ -8,7 +8,7 @@ from kvpin.master.core.ledger import Ledger
 from kvpin.master.core.memory import Memory
 from kvpin.master.core.reports import Reports
 from kvpin.master.core.stories import Stories
-from kvpin.master.core.types import Session
+from kvpin.master.core.types import Object, Session
 from kvpin.master.core.windows import Windows
 
 
@@ -25,6 +25,7 @@ class Tables:
         self.reports = Reports()
         self.ledger = Ledger(config.guaranteed_limit_bytes, config.cache_quotas, config.tenant_quotas)
         self.evictor = Evictor(Lru())
-        self.windows = Windows(self.ledger, self.evictor, self.stories, self.counters)
-        self.memory = Memory(config, self.ledger, self.evictor, self.windows, self.stories, self.counters)
+        objects: dict[bytes, Object] = {}
+        self.windows = Windows(objects, self.ledger, self.evictor, self.stories, self.counters)
+        self.memory = Memory(config, objects, self.ledger, self.evictor, self.windows, self.stories, self.counters)
         self.leases = Leases(self.memory.on_unleased, self.counters)

@@ -9,6 +9,7 @@ A prefix is of use only as far as it has no hole. A block that it should hold an
 deeper is admitted until the gap is filled.
 """
 
+from collections.abc import Mapping
 from itertools import islice
 
 from kvpin.limits import GAPS_MAX, HOLDERS_MAX_PER_OBJECT, PREFIXES_MAX
@@ -23,9 +24,13 @@ _HOLDER_TRIES = 8  # holders looked at for one that may go
 
 
 class Windows:
-    __slots__ = ("_counters", "_emptied", "_evictor", "_ledger", "_stories", "deadlines", "prefixes")
+    __slots__ = ("_counters", "_emptied", "_evictor", "_ledger", "_objects", "_stories", "deadlines", "prefixes")
 
-    def __init__(self, ledger: Ledger, evictor: Evictor, stories: Stories, counters: dict[str, int]) -> None:
+    def __init__(
+        self, objects: Mapping[bytes, Object], ledger: Ledger, evictor: Evictor, stories: Stories,
+        counters: dict[str, int],
+    ) -> None:  # fmt: skip
+        self._objects = objects  # the complete ones
         self._ledger = ledger
         self._evictor = evictor
         self._stories = stories
@@ -101,7 +106,9 @@ class Windows:
             self.note_gap(prefix, obj.key, obj.end_token)
 
     def note_gap(self, prefix: Prefix, key: bytes, end_token: int) -> None:
-        """The prefix should hold this block and doesn't."""
+        """The prefix should hold this block and doesn't (unless it holds the object that this one was to replace)."""
+        if self._objects.get(key) in prefix.holds:
+            return
         gaps = prefix.gaps
         if len(gaps) >= GAPS_MAX and key not in gaps:
             deepest = max(gaps, key=gaps.__getitem__)
