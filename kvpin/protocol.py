@@ -144,6 +144,8 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Body, frozen=True, tag="hello"):
     """First message. `writer_pid`: the process that writes into granted ranges, or 0 if others write for this client;
     the master frees a dead writer's ranges at once, an unknown writer's only after the release time.
+    `pid_namespace`: in which the pids count (`processes.pid_namespace()`), or 0: then the master draws no conclusion
+    from them.
     """
 
     protocol: int
@@ -151,6 +153,7 @@ class Hello(Body, frozen=True, tag="hello"):
     pid: int
     writer_pid: int = 0
     tenant: str = ""
+    pid_namespace: int = 0
 
 
 class Bye(Body, frozen=True, tag="bye"):
