@@ -103,11 +103,10 @@ class Lookups:
         replies: list[tuple[Sequence[OffloadKey], float, Replicas]] = []
         try:
             late_s = question.calls[0][1].sent_s + self._config.lookup_deadline_ms / 1000
-            late = self._clock() >= late_s
+            if self._clock() < late_s and not all(call.settled for _, call in question.calls):
+                return
             for keys, call in question.calls:
-                reply = call.wait(0) if late else call.poll()
-                if reply is None:
-                    return
+                reply = call.wait(0)
                 if not isinstance(reply, Replicas):
                     raise Unavailable(f"unexpected answer {type(reply).__name__}")
                 replies.append((keys, call.sent_s, reply))

@@ -7,11 +7,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from masters import MasterProcess
 
 HERE = Path(__file__).parent
 
@@ -62,3 +64,19 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def model(make_model: Callable[..., Path]) -> Path:
     return make_model()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kvpin_run_dir() -> Iterator[Path]:
+    """Sockets and keys of these tests. Not below pytest's own folder: a socket's path must be short."""
+    with tempfile.TemporaryDirectory(prefix="kvpin-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPIN_RUN_DIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def master(kvpin_run_dir: Path) -> Iterator[MasterProcess]:
+    process = MasterProcess(kvpin_run_dir)
+    process.start()
+    yield process
+    process.close()

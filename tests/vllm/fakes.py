@@ -44,6 +44,10 @@ class FakeCall:
     sent_s: float
     abandoned: bool = False
 
+    @property
+    def settled(self) -> bool:
+        return self.answer is not None
+
     def poll(self) -> ReplyBody | None:
         if isinstance(self.answer, KvpinError):
             raise self.answer

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine import BLOCK_TOKENS, Engine, Prompt, engine, outputs, tokens
+from masters import GUARANTEED_LIMIT_BYTES, MasterProcess
 
 from kvpin import Client
 from kvpin.keys import kv_key
@@ -41,14 +42,14 @@ def expected(model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def e(model: Path, master: object, expected: object) -> Iterator[Engine]:
+def e(model: Path, master: MasterProcess, expected: object) -> Iterator[Engine]:
     with engine(model) as running:
         assert running.manager.client.wait_ready(5000)
         yield running
 
 
 @pytest.fixture
-def client(master: object) -> Iterator[Client]:
+def client(master: MasterProcess) -> Iterator[Client]:
     client = Client(name="test")
     assert client.wait_ready(5000)
     yield client
@@ -163,10 +164,8 @@ def test_when_the_window_has_ended_the_blocks_are_ordinary(e: Engine, client: Cl
     assert client.remove(keys) == [EndStatus.OK] * 4
 
 
-def test_over_the_limit_a_prefix_is_protected_in_part_and_the_report_says_so(
-    e: Engine, client: Client, guaranteed_limit_bytes: int
-) -> None:
-    fitting_tokens = guaranteed_limit_bytes // e.manager._layout.object_bytes * BLOCK_TOKENS
+def test_over_the_limit_a_prefix_is_protected_in_part_and_the_report_says_so(e: Engine, client: Client) -> None:
+    fitting_tokens = GUARANTEED_LIMIT_BYTES // e.manager._layout.object_bytes * BLOCK_TOKENS
     token = secrets.token_bytes(16)
     end = fitting_tokens + 4 * BLOCK_TOKENS
     prompt = Prompt(tokens("too long", end + 40), marks=(end,), report=token)

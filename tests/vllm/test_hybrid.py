@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine import BLOCK_TOKENS, Prompt, engine, outputs, tokens
+from masters import MasterProcess
 
 from kvpin.vllm_connector import metrics
 
@@ -21,7 +22,7 @@ def hybrid_model(make_model: Callable[..., Path]) -> Path:
 
 
 def test_outputs_are_equal_when_loaded_and_when_the_load_fails(
-    hybrid_model: Path, master: object, monkeypatch: pytest.MonkeyPatch
+    hybrid_model: Path, master: MasterProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt(tokens(f"hybrid {index}", 70 + 40 * index), marks=(64,)) for index in range(6)]
     with engine(hybrid_model, kvpin=False) as plain:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine import Engine, Prompt, engine, outputs, tokens
+from masters import MasterProcess
 
 from kvpin.limits import STEP_STORE_WAITS
 from kvpin.vllm_connector import metrics
@@ -17,7 +18,7 @@ SCHEDULING_NOISE_S = 0.2
 
 
 @pytest.fixture(scope="module")
-def e(model: Path, master: Any) -> Iterator[Engine]:
+def e(model: Path, master: MasterProcess) -> Iterator[Engine]:
     with engine(model) as running:
         assert running.manager.client.wait_ready(5000)
         yield running
@@ -79,7 +80,7 @@ def bound_s(e: Engine) -> float:
 
 
 def test_a_master_that_hangs(
-    e: Engine, master: Any, waits_s: list[float], record_property: Callable[[str, object], None]
+    e: Engine, master: MasterProcess, waits_s: list[float], record_property: Callable[[str, object], None]
 ) -> None:
     before, during = under_load(e, "hang", master.stop)
     try:
@@ -96,7 +97,7 @@ def test_a_master_that_hangs(
     assert recovered(e, "after the hang")
 
 
-def test_a_master_that_is_killed_and_started_anew(e: Engine, master: Any, waits_s: list[float]) -> None:
+def test_a_master_that_is_killed_and_started_anew(e: Engine, master: MasterProcess, waits_s: list[float]) -> None:
     epoch = e.manager.client.epoch
     before, during = under_load(e, "kill", master.kill)
     assert during == before

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine import Prompt, engine, outputs, tokens
+from masters import MasterProcess
 
 from kvpin.vllm_connector import metrics
 
@@ -17,7 +18,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-def test_outputs_are_equal_through_preemptions_and_chunked_prefill(model: Path, master: object) -> None:
+def test_outputs_are_equal_through_preemptions_and_chunked_prefill(model: Path, master: MasterProcess) -> None:
     with engine(model, kvpin=False) as plain:
         expected = outputs(plain.ask(*prompts()))
     with engine(model, extra={"offload_prompt_only": False}, **TINY) as tiny:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine import BLOCK_TOKENS, Prompt, engine, outputs, tokens
+from masters import MasterProcess
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -37,7 +38,7 @@ def full_blocks(prompts: list[Prompt]) -> list[int]:
     return [len(prompt.ids) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
 
 
-def test_two_engines_share_blocks_both_ways(model: Path, master: object) -> None:
+def test_two_engines_share_blocks_both_ways(model: Path, master: MasterProcess) -> None:
     ours = [Prompt(tokens(f"ours {index}", 70 + 50 * index), marks=(64,)) for index in range(4)]
     theirs = [Prompt(tokens(f"theirs {index}", 75 + 50 * index)) for index in range(4)]
     with engine(model) as here:
@@ -51,7 +52,7 @@ def test_two_engines_share_blocks_both_ways(model: Path, master: object) -> None
     assert [answer.cached_tokens for answer in answers] == full_blocks(theirs)
 
 
-def test_tensor_parallel_ranks_each_keep_their_slice(model: Path, master: object) -> None:
+def test_tensor_parallel_ranks_each_keep_their_slice(model: Path, master: MasterProcess) -> None:
     prompts = [Prompt(tokens(f"parallel {index}", 70 + 50 * index)) for index in range(4)]
     (cold, loaded), metrics = in_a_process(
         model,
