@@ -18,6 +18,7 @@ LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
 SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
 ROUND_FRAMES_MAX = 256  # messages the master takes between two looks at the clock
 HOUSEKEEPING_MS = 1000  # how often the master looks for dead and silent clients
+LOG_PERIOD_S = 5.0  # a fault that a client can repeat at will is logged once in this time
 
 # --- sessions -------------------------------------------------------------------------------------------------------
 CLIENTS_MAX = 1024
@@ -71,3 +72,5 @@ ANSWER_MS_MAX = 60_000  # a call that nobody waits for is forgotten after this: 
 RECONNECT_MS_MIN = 50  # first pause between connection attempts; doubles up to retry_ms
 CLOSE_WAIT_MS = 200  # for the answer to Bye; a client that leaves without is found out by its silence
 CLOCK_MARGIN_MS = 5  # two processes round the same clock to whole milliseconds, one of them a little late
+PIPELINED_BATCHES_MAX = 64  # messages of one long call under way at a time
+PUT_MARGIN_SHARE = 0.25  # of the put timeout, where PUT_MARGIN_MS would be more
