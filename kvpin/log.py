@@ -16,11 +16,8 @@ from kvpin.limits import LOG_PERIOD_S
 class KvFormatter(logging.Formatter):
     """`2026-01-02T03:04:05.678Z level=info logger=kvpin.master event=ready ...`."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
-        stamp = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
-        head = f"{stamp}.{int(record.msecs):03d}Z level={record.levelname.lower()} logger={record.name}"
+        head = f"{_utc(record)} level={record.levelname.lower()} logger={record.name}"
         line = f"{head} {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -28,12 +25,9 @@ class KvFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, level, logger, message, and the traceback if there is one."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
-        stamp = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
         fields = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "time": _utc(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -41,6 +35,10 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields).decode()
+
+
+def _utc(record: logging.LogRecord) -> str:
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
 def configure(level: str, log_format: Literal["kv", "json"]) -> None:

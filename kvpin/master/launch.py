@@ -80,7 +80,9 @@ def core_config(config: MasterConfig) -> CoreConfig:
     pool_bytes = configuration.pool_bytes(config)
 
     def quotas(name: str, texts: dict[str, str]) -> dict[str, int]:
-        return {owner: configuration.share_bytes(text, pool_bytes, f"{name}[{owner!r}]") for owner, text in texts.items()}
+        return {
+            owner: configuration.share_bytes(text, pool_bytes, f"{name}[{owner!r}]") for owner, text in texts.items()
+        }
 
     return CoreConfig(
         pool_bytes=pool_bytes,

@@ -40,7 +40,7 @@ class Listener:
             raise ConfigError(f"can't listen on {address}: {error.strerror}") from error
         finally:
             os.umask(umask)
-        self.address = self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def __enter__(self) -> "Listener":
         return self

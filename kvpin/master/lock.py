@@ -20,7 +20,9 @@ class PoolLock:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"lock file {path}: {error.strerror}; set KVPIN_RUN_DIR to a directory of yours") from error
+            raise ConfigError(
+                f"lock file {path}: {error.strerror}; set KVPIN_RUN_DIR to a directory of yours"
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -86,28 +86,26 @@ class Server:
             self._poller.register(wake_fd, zmq.POLLIN)
 
     def stop(self) -> None:
-        """End `run` after the message in hand. Safe in a signal handler."""
+        """End `run` after the round in hand. Safe in a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
         while not self._stopping:
-            now_ms = self._clock()
-            due_ms = self._tick(now_ms)
-            if now_ms >= self._housekeeping_due_ms:
+            due_ms = self._tick(self._clock())
+            self._wait(self._housekeeping_due_ms if due_ms is None else min(due_ms, self._housekeeping_due_ms))
+            if (now_ms := self._clock()) >= self._housekeeping_due_ms:
                 self._keep_house(now_ms)
-            wake_ms = self._housekeeping_due_ms if due_ms is None else min(due_ms, self._housekeeping_due_ms)
-            if self._stopping:
-                break
-            ready = dict(self._poller.poll(max(0, wake_ms - self._clock())))
-            if self._wake_fd in ready and self._wake_fd is not None:
-                os.read(self._wake_fd, 4096)
-            if self._socket in ready:
-                self._receive_round()
+
+    def _wait(self, until_ms: int) -> None:
+        """Wait for a message or a signal, and take a round of messages."""
+        ready = dict(self._poller.poll(max(0, until_ms - self._clock())))
+        if self._wake_fd is not None and self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        if self._socket in ready:
+            self._receive_round()
 
     def _receive_round(self) -> None:
         for _ in range(ROUND_FRAMES_MAX):
-            if self._stopping:
-                return
             try:
                 client_id = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -157,7 +155,7 @@ class Server:
             self.counters["server_version_refused"] += 1
             return Failure(
                 ErrorCode.VERSION,
-                f"you speak protocol {hello.protocol}, this master {PROTOCOL_VERSION}: run the same kvpin on both sides",
+                f"you speak protocol {hello.protocol}, this master {PROTOCOL_VERSION}: run one kvpin on both sides",
             )
         for name, text in (("name", hello.name), ("tenant", hello.tenant)):
             if len(text.encode(errors="surrogatepass")) > NAME_BYTES_MAX:
