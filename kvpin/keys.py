@@ -50,9 +50,10 @@ def kv_namespace_prefix(namespace: bytes) -> bytes:
     return KV_CACHE_ID.encode() + b"\0" + namespace
 
 
-def named_prefix_id(name: str) -> bytes:
-    """The id of a prefix that an application names itself."""
-    return hashlib.sha256(b"name\0" + name.encode()).digest()[:PREFIX_ID_BYTES]
+def named_prefix_id(name: str | bytes) -> bytes:
+    """The id of a prefix that an application names itself. A str stands for its UTF-8."""
+    raw = name.encode() if isinstance(name, str) else name
+    return hashlib.sha256(b"name\0" + raw).digest()[:PREFIX_ID_BYTES]
 
 
 def prefix_id(scope: str, token_ids: Sequence[int]) -> bytes:

@@ -74,3 +74,11 @@ CLOSE_WAIT_MS = 200  # for the answer to Bye; a client that leaves without is fo
 CLOCK_MARGIN_MS = 5  # two processes round the same clock to whole milliseconds, one of them a little late
 PIPELINED_BATCHES_MAX = 64  # messages of one long call under way at a time
 PUT_MARGIN_SHARE = 0.25  # of the put timeout, where PUT_MARGIN_MS would be more
+
+# --- embedded master ------------------------------------------------------------------------------------------------
+EMBEDDED_IDLE_S = 300  # an engine that is restarted finds its cache again; then the memory goes back
+EMBEDDED_START_S = 120  # making a pool of tens of GiB takes a minute; then something is said
+EMBEDDED_RETRY_S_MIN = 1  # after a start that failed; doubles
+EMBEDDED_RETRY_S_MAX = 60
+EMBEDDED_LOG_BYTES_MAX = 16 << 20  # a longer log is begun anew at the next start
+LOG_TAIL_BYTES = 2000  # of the log, shown when a start has failed

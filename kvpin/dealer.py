@@ -1,0 +1,126 @@
+"""The client's socket, with its options, its link events, and a way to wake the thread that waits on it."""
+
+import contextlib
+import enum
+import os
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvpin.errors import ConfigError
+from kvpin.limits import (
+    FRAME_BYTES_MAX,
+    HEARTBEAT_MS,
+    RECEIVE_BURST_MAX,
+    RECONNECT_MS_MIN,
+    SEND_QUEUE_MAX,
+    SESSION_TIMEOUT_MS,
+)
+
+
+class Link(enum.Enum):
+    """What happens to the connection below the protocol."""
+
+    UP = enum.auto()
+    DOWN = enum.auto()
+
+
+class Waker:
+    """Wakes a thread that waits in `Dealer.wait`. Any thread may call it, at any time."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+class Dealer:
+    """A DEALER and its context, made, used and closed in one thread.
+
+    IMMEDIATE: nothing is queued for a peer that isn't there. The identity outlives reconnects, so that the master
+    knows the client again. Raises ConfigError for an address that ZeroMQ can't use.
+    """
+
+    def __init__(self, address: str, identity: bytes, retry_ms: int, waker: Waker) -> None:
+        self._context = zmq.Context()
+        self._waker = waker
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in {
+            zmq.LINGER: 0,
+            zmq.IMMEDIATE: 1,
+            zmq.SNDHWM: SEND_QUEUE_MAX,
+            zmq.RCVHWM: SEND_QUEUE_MAX,
+            zmq.MAXMSGSIZE: FRAME_BYTES_MAX,
+            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
+            zmq.HEARTBEAT_TIMEOUT: SESSION_TIMEOUT_MS,
+            zmq.HEARTBEAT_TTL: SESSION_TIMEOUT_MS,
+            zmq.RECONNECT_IVL: min(RECONNECT_MS_MIN, retry_ms),
+            zmq.RECONNECT_IVL_MAX: retry_ms,
+        }.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._monitor, waker.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"address = {address!r}: ZeroMQ can't connect to it: {error}") from error
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Until something is to be received, the link changed, or the waker was used. True if the link changed."""
+        changed = False
+        for source, _ in self._poller.poll(timeout_ms):
+            if source is self._monitor:
+                changed = True
+            elif source is not self._socket:
+                self._waker.clear()
+        return changed
+
+    def send(self, frame: bytes) -> bool:
+        """False: there's no peer, or its queue is full."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[bytes]:
+        """What has arrived, at most RECEIVE_BURST_MAX messages."""
+        frames: list[bytes] = []
+        while len(frames) < RECEIVE_BURST_MAX and _readable(self._socket):
+            frames.append(self._socket.recv(zmq.NOBLOCK))
+        return frames
+
+    def link_changes(self) -> list[Link]:
+        changes: list[Link] = []
+        while _readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            changes.append(Link.UP if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Link.DOWN)
+        return changes
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def _readable(socket: "zmq.Socket[bytes]") -> bool:
+    events = socket.getsockopt(zmq.EVENTS)
+    return bool(int(events) & zmq.POLLIN)
