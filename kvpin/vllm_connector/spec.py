@@ -11,6 +11,7 @@ from kvpin import config as kvpin_config
 from kvpin.client import Client
 from kvpin.errors import ConfigError
 from kvpin.http import sidefield
+from kvpin.limits import NAME_BYTES_MAX
 from kvpin.vllm_connector import metrics
 from kvpin.vllm_connector.layout import object_layout
 from kvpin.vllm_connector.manager import KVPinManager
@@ -34,7 +35,8 @@ class KVPinSpec(OffloadingSpec):
         self.layout = object_layout(config)
 
     def get_manager(self) -> KVPinManager:
-        client = Client(config=self.client_config, name=f"vllm-{self.config.engine_id}", writer=False)
+        name = f"vllm-{self.config.engine_id}".encode()[:NAME_BYTES_MAX].decode(errors="ignore")
+        client = Client(config=self.client_config, name=name, writer=False)
         return KVPinManager(client, self.client_config, self.layout, _side_field_key())
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> KVPinWorker:

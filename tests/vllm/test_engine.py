@@ -53,7 +53,8 @@ def client(master: MasterProcess) -> Iterator[Client]:
     client = Client(name="test")
     assert client.wait_ready(5000)
     yield client
-    client.expire([prefix.prefix_id for prefix in client.prefixes()], ExpireMode.DELETE)
+    for prefix in client.prefixes():
+        client.expire(prefix.prefix_id, ExpireMode.DELETE)
     client.close()
 
 
