@@ -26,6 +26,7 @@ DEPARTED_MAX = 4096  # clients gone whose writer's death is still watched for
 HEARTBEAT_MS = 1000
 SOCKET_HEARTBEAT_MS = 5000  # of ZeroMQ itself: finds half-open connections; answered even by a busy interpreter
 SESSION_TIMEOUT_MS = 15_000  # a busy interpreter may be silent for seconds: be slow to declare a client gone
+SESSION_TIMEOUT_MS_MIN = 100  # a shorter one would part with clients that are only late
 REPLIES_KEPT_PER_CLIENT = 64  # answers kept to repeat for a repeated request id
 LEASES_MAX_PER_CLIENT = 4096
 WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once
@@ -34,6 +35,7 @@ WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once
 LEASE_MS_MAX = 60_000  # longest copy of one batch, generously
 TTL_MS_MAX = 24 * 3600 * 1000  # as Mooncake's soft pin; beyond it a window would be a hard pin
 PUT_TIMEOUT_MS = 30_000  # from put_start to put_end; then the put is lost
+WAIT_MS_MAX = 24 * 3600 * 1000  # no timeout that can be set is longer than a day
 QUARANTINE_MS = 600_000  # a late writer's range is reused after this, unless the writer is known dead before
 
 # --- core tables ----------------------------------------------------------------------------------------------------
@@ -53,7 +55,7 @@ EVICT_BACKOFF_MS = 100  # after nothing was evictable above the watermark
 LEASE_MARGIN_MS = 200  # a load must end this long before its lease: the release travels, and the last row takes time
 PUT_MARGIN_MS = 1000  # a store must end this long before the master gives its put up
 COPY_JOBS_MAX = 4096  # transfers queued in one worker; beyond it a transfer fails at once
-GIL_KEPT_BYTES_MAX = 1 << 20  # a longer row (over ~100 us) is copied without Python's global lock
+GIL_KEPT_BYTES_MAX = 4 << 20  # copied (in ~0.5 ms) before other threads of the engine get their turn
 CHECKS_PENDING_MAX = 1024  # put_end and put_revoke calls whose answers are still to be read
 STEP_STORE_WAITS = 2  # put deadlines: a scheduler step that has waited so long for put_start sends no more of them
 FAULT_LOG_PERIOD_S = 60.0  # one log line per faulty entry point in this time

@@ -24,10 +24,8 @@ def client_config(extra_config: Mapping[str, Any]) -> ClientConfig:
             raise ConfigError(f"{SOURCE}: kvpin does not support 'canonical_layout'; remove it")
         if name not in ENGINE_KEYS | CLIENT_KEYS:
             raise ConfigError(f"{SOURCE}: unknown key {name!r}{_suggestion(name)}")
-    try:
-        return config.client_config({name: value for name, value in extra_config.items() if name in CLIENT_KEYS})
-    except ConfigError as error:
-        raise ConfigError(f"{SOURCE}: {error}") from error
+    ours = {name: value for name, value in extra_config.items() if name in CLIENT_KEYS}
+    return config.client_config(ours, source=SOURCE)
 
 
 def _suggestion(name: str) -> str:

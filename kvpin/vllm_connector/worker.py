@@ -200,9 +200,14 @@ class CpuWorker(KVPinWorker):
 
     def _copy(self, job: Job, rows: Rows) -> None:
         sources, targets = (rows.engine, rows.object) if job.store else (rows.object, rows.engine)
+        kept_bytes = 0
         for source, target, size in zip(sources.tolist(), targets.tolist(), rows.size.tolist(), strict=True):
             self.check_deadline(job.spec)
-            copy_bytes(target, source, size)
+            kept_bytes += size
+            release_gil = kept_bytes > GIL_KEPT_BYTES_MAX
+            copy_bytes(target, source, size, release_gil)
+            if release_gil:
+                kept_bytes = 0
         self.check_deadline(job.spec)
 
     def _ended(self, job: Job, size_bytes: int, seconds: float, error: Exception | None) -> None:
@@ -217,14 +222,13 @@ _memmove_keeping_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size
 _memmove_keeping_gil.restype = ctypes.c_void_p
 
 
-def copy_bytes(target: int, source: int, size: int) -> None:
+def copy_bytes(target: int, source: int, size: int, release_gil: bool) -> None:
     """Memmove by address.
 
-    Giving up the GIL for a short row costs far more than the row: beside a busy interpreter it takes the switch
-    interval of 5 ms to get it back.
+    Giving up the GIL for every short row costs far more than the rows: beside a busy interpreter it takes the switch
+    interval of 5 ms to get it back. Never giving it up would stall the scheduler for that long.
     """
-    memmove = _memmove_keeping_gil if size <= GIL_KEPT_BYTES_MAX else ctypes.memmove
-    memmove(target, source, size)
+    (ctypes.memmove if release_gil else _memmove_keeping_gil)(target, source, size)
 
 
 def reason_of(error: Exception) -> str:

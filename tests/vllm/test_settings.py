@@ -27,7 +27,7 @@ def test_our_keys_reach_the_client_and_vllms_are_left_alone() -> None:
     [
         ({"lease_msec": 1}, r"unknown key 'lease_msec'; did you mean 'lease_ms'\?"),
         ({"zzz": 1}, r"unknown key 'zzz'; known keys: address, .*blocks_per_chunk"),
-        ({"lease_ms": "long"}, r"kv_connector_extra_config: lease_ms: lease_ms = 'long'"),
+        ({"lease_ms": "long"}, r"kv_connector_extra_config: lease_ms = 'long': give 1 to 60000 ms"),
         ({"canonical_layout": True}, r"does not support 'canonical_layout'"),
     ],
 )

@@ -11,7 +11,6 @@ from fakes import Clock
 from test_pages import caches
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, TransferResult
 
-from kvpin.limits import GIL_KEPT_BYTES_MAX
 from kvpin.segment import Segment
 from kvpin.vllm_connector import worker as worker_module
 from kvpin.vllm_connector.layout import ObjectLayout
@@ -110,7 +109,7 @@ def test_a_deadline_that_passes_during_the_copy_fails_it_and_stops_it(
 ) -> None:
     copied = []
 
-    def slow(target: int, source: int, size: int) -> None:
+    def slow(target: int, source: int, size: int, release_gil: bool) -> None:
         copied.append(size)
         if len(copied) == last_row:
             clock.advance_ms(600_000)
@@ -203,13 +202,24 @@ def test_only_the_newest_segment_stays_mapped(
     newer.unlink()
 
 
-@pytest.mark.parametrize("size", [1, 4096, GIL_KEPT_BYTES_MAX, GIL_KEPT_BYTES_MAX + 1])
-def test_rows_of_all_sizes_are_copied(size: int) -> None:
-    source = torch.randint(-128, 128, (size,), dtype=torch.int8)
-    target = torch.zeros(size + 1, dtype=torch.int8)
-    worker_module.copy_bytes(target.data_ptr(), source.data_ptr(), size)
-    assert target[:size].equal(source)
-    assert target[size] == 0
+@pytest.mark.parametrize("release_gil", [True, False])
+def test_rows_are_copied_with_and_without_the_gil(release_gil: bool) -> None:
+    source = torch.randint(-128, 128, (4096,), dtype=torch.int8)
+    target = torch.zeros(4097, dtype=torch.int8)
+    worker_module.copy_bytes(target.data_ptr(), source.data_ptr(), 4096, release_gil)
+    assert target[:4096].equal(source)
+    assert target[4096] == 0
+
+
+def test_other_threads_get_their_turn_every_few_rows(
+    workers: list[CpuWorker], segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = []
+    monkeypatch.setattr(worker_module, "GIL_KEPT_BYTES_MAX", 2 * PAGE_BYTES)
+    monkeypatch.setattr(worker_module, "copy_bytes", lambda target, source, size, release: released.append(release))
+    workers[0].submit_store(1, blocks(1, 2, 3), spec(segment, 0, 4096, 8192))
+    done(workers[0], 1)
+    assert released == [False, False, True, False, False, True]
 
 
 def test_ranks_reports_are_merged() -> None:
