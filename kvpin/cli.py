@@ -121,7 +121,7 @@ def master(
     from kvpin.master import launch  # lazily: the other commands need no server
 
     log.configure(loaded.config.log_level, loaded.config.log_format)
-    launch.run(loaded.config)
+    launch.run(loaded)
 
 
 @app.command("config")

@@ -5,54 +5,58 @@ Every value remembers where it came from, so that `kvpin config` can say so and 
 
 import difflib
 import os
-import stat
 import tomllib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from kvpin.errors import ConfigError
 from kvpin.limits import (
-    IPC_PATH_BYTES_MAX,
     LEASE_MS_MAX,
-    PAGE_BYTES,
-    POOL_AUTO_SHARE,
-    POOL_BYTES_AUTO_MAX,
-    POOL_BYTES_MIN,
     PUT_TIMEOUT_MS,
     QUARANTINE_MS,
     SESSION_TIMEOUT_MS,
+    SESSION_TIMEOUT_MS_MIN,
     TTL_MS_MAX,
+    WAIT_MS_MAX,
 )
+from kvpin.paths import DEFAULT_POOL, check_address, check_listen, default_address, pool_address, run_dir
+from kvpin.segment import SHM_DIR
+
+__all__ = [
+    "DEFAULT_POOL", "ClientConfig", "Loaded", "MasterConfig", "check_address", "client_config", "default_address",
+    "load_master_config", "pool_address", "run_dir", "valid_values",
+]  # fmt: skip
 
 ENV_PREFIX = "KVPIN_"
-DEFAULT_POOL = "default"
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_UNITS |= {"ti": 2**40}
+
+PoolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}\Z")]  # a part of file names
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+WaitMs = Annotated[int, Meta(ge=1, le=WAIT_MS_MAX)]
 
 
 class MasterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The master's settings. Sizes as "512MiB", "4GB" or bytes; the guaranteed limit also as "50%" of the pool."""
+    """The master's settings. Sizes as "512MiB", "4GB" or bytes; shares of the pool also as "50%" or 0.5."""
 
-    pool: str = DEFAULT_POOL  # names the segment, socket and lock: one master a pool
+    pool: PoolName = DEFAULT_POOL  # names the segment, socket and lock: one master a pool
     listen: str = ""  # ZeroMQ address; "" = ipc://<run_dir>/<pool>.sock
     insecure_tcp: bool = False  # allow tcp:// beyond loopback, unencrypted and unauthenticated
-    pool_size: str = "auto"  # "auto" = a quarter of what is free in segment_dir
-    guaranteed_limit: str = "50%"  # bytes that open windows may hold, in all
-    high_watermark: float = 0.95  # of the pool: background eviction begins above it
-    low_watermark: float = 0.90  # of the pool: background eviction ends below it
-    headroom: float = 0.05  # of the pool: guarantees stay this far below high_watermark
+    pool_size: str = "auto"  # "auto" = a quarter of what can be had in segment_dir
+    guaranteed_limit: str = "50%"  # what open windows may hold, in all
+    high_watermark: Fraction = 0.95  # of the pool: background eviction begins above it
+    low_watermark: Fraction = 0.90  # of the pool: background eviction ends below it
+    headroom: Fraction = 0.05  # of the pool: guarantees stay this far below high_watermark
     cache_quotas: dict[str, str] = {}  # guaranteed bytes a cache
     tenant_quotas: dict[str, str] = {}  # guaranteed bytes a tenant
-    put_timeout_ms: int = PUT_TIMEOUT_MS  # from put_start to put_end
-    quarantine_ms: int = QUARANTINE_MS  # before a lost put's range is used again
-    lease_ms_max: int = LEASE_MS_MAX
-    ttl_ms_max: int = TTL_MS_MAX  # longest guaranteed window
-    session_timeout_ms: int = SESSION_TIMEOUT_MS  # a client silent for so long is taken for gone
-    exit_when_idle_s: float = 0.0  # leave after so long without clients; 0 = never
-    segment_dir: str = "/dev/shm"  # a tmpfs or hugetlbfs
+    put_timeout_ms: WaitMs = PUT_TIMEOUT_MS  # from put_start to put_end
+    quarantine_ms: WaitMs = QUARANTINE_MS  # before a lost put's range is used again
+    lease_ms_max: Annotated[int, Meta(ge=1, le=LEASE_MS_MAX)] = LEASE_MS_MAX
+    ttl_ms_max: Annotated[int, Meta(ge=1, le=TTL_MS_MAX)] = TTL_MS_MAX  # longest guaranteed window
+    session_timeout_ms: Annotated[int, Meta(ge=SESSION_TIMEOUT_MS_MIN, le=WAIT_MS_MAX)] = SESSION_TIMEOUT_MS
+    exit_when_idle_s: Annotated[float, Meta(ge=0, le=WAIT_MS_MAX / 1000)] = 0.0  # without clients; 0 = never leave
+    segment_dir: str = SHM_DIR  # a tmpfs or hugetlbfs
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["kv", "json"] = "kv"
 
@@ -61,182 +65,157 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A client's settings; engine adapters take the same names in their extra config."""
 
     address: str | None = None  # the master's; None = the pool's socket on this host
-    pool: str = DEFAULT_POOL
+    pool: PoolName = DEFAULT_POOL
     embedded: bool = True  # with no address: start a master if none is there
     pool_size: str | None = None  # of a master started that way
     guaranteed_limit: str | None = None  # of a master started that way
-    connect_timeout_ms: int = 2000
-    call_timeout_ms: int = 1000
-    lookup_deadline_ms: int = 50  # an engine's lookup not answered by then is a miss
-    put_deadline_ms: int = 10  # longest wait of an engine's scheduler for ranges
-    lease_ms: int = 10_000
-    retry_ms: int = 500  # how often a master that does not answer is tried again
+    connect_timeout_ms: WaitMs = 2000
+    call_timeout_ms: WaitMs = 1000
+    lookup_deadline_ms: WaitMs = 50  # an engine's lookup not answered by then is a miss
+    put_deadline_ms: WaitMs = 10  # longest wait of an engine's scheduler for ranges
+    lease_ms: Annotated[int, Meta(ge=1, le=LEASE_MS_MAX)] = 10_000
+    retry_ms: WaitMs = 500  # how often a master that does not answer is tried again
 
 
 Config = TypeVar("Config", MasterConfig, ClientConfig)
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """A master's configuration and where each value came from."""
+class Loaded(msgspec.Struct, Generic[Config], frozen=True):
+    """A configuration and where each value came from."""
 
-    config: MasterConfig
+    config: Config
     origins: dict[str, str]
+
+    def named(self, name: str) -> str:
+        """The setting as an error should name it: `$KVPIN_POOL_SIZE: pool_size`."""
+        return f"{self.origins[name]}: {name}"
 
 
 def load_master_config(
     cli: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, toml_path: str | None = None
-) -> Loaded:
+) -> Loaded[MasterConfig]:
     """Merge the four sources. `cli`: options given (None = not given). Raises ConfigError."""
     env = os.environ if env is None else env
-    toml_path = toml_path or env.get("KVPIN_CONFIG")
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(_fields(MasterConfig), "default")
+    merged = _Merged(MasterConfig)
+    if toml_path := toml_path or env.get("KVPIN_CONFIG"):
+        merged.add(_read_toml(toml_path), lambda name: toml_path)
+    merged.add_environment(env)
+    given = {name: value for name, value in (cli or {}).items() if value is not None}
+    merged.add(given, lambda name: f"--{name.replace('_', '-')}")
+    loaded = merged.loaded()
+    if loaded.config.listen:
+        _blame(loaded.named("listen"), check_listen, loaded.config.listen, loaded.config.insecure_tcp)
+    return loaded
 
-    def merge(source: Mapping[str, Any], origin: str) -> None:
+
+def client_config(
+    overrides: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None, source: str = "given"
+) -> ClientConfig:
+    """A client's configuration: defaults < `KVPIN_*` < `overrides`, which errors call `source`. Raises ConfigError."""
+    merged = _Merged(ClientConfig)
+    merged.add_environment(os.environ if env is None else env)
+    merged.add(overrides or {}, lambda name: source)
+    loaded = merged.loaded()
+    if loaded.config.address is not None:
+        _blame(loaded.named("address"), check_address, loaded.config.address)
+    return loaded.config
+
+
+def valid_values(config: type[Config], name: str) -> str:
+    """What a setting may be, in words."""
+    if name in _SPELLINGS:
+        return _SPELLINGS[name]
+    unit = " ms" if "_ms" in name else " s" if name.endswith("_s") else ""
+    match msgspec.inspect.type_info(_types(config)[name]):
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.LiteralType(values=values):
+            return " or ".join(map(str, values))
+        case msgspec.inspect.IntType(ge=least, le=most) | msgspec.inspect.FloatType(ge=least, le=most):
+            return f"{least:g} to {most:.12g}{unit}"
+    return "text"
+
+
+_SPELLINGS = {
+    "pool": "at most 40 letters, digits, '_', '.' and '-', a letter or digit first",
+    "listen": "ipc:///path or tcp://host:port",
+    "address": "ipc:///path or tcp://host:port",
+    "pool_size": 'auto, a size such as "16GiB" or "4GB", or bytes',
+    "guaranteed_limit": 'a share of the pool such as "50%" or 0.5, or a size such as "8GiB"',
+    "cache_quotas": 'owners with a size or share each, such as kv=4GiB,responses=10%, or a TOML table',
+    "tenant_quotas": 'owners with a size or share each, such as acme=4GiB,other=10%, or a TOML table',
+    "segment_dir": "a directory on a tmpfs or hugetlbfs",
+}  # fmt: skip
+
+
+class _Merged(Generic[Config]):
+    """Values and their origins, one source over the other."""
+
+    def __init__(self, config: type[Config]) -> None:
+        self._config: type[Config] = config
+        self._types = _types(config)
+        self._values: dict[str, Any] = {}
+        self._origins = dict.fromkeys(self._types, "default")
+
+    def add_environment(self, env: Mapping[str, str]) -> None:
+        """Only known names: other programs' variables may begin with KVPIN_ too."""
+        variables = {name: f"{ENV_PREFIX}{name.upper()}" for name in self._types}
+        found = {name: env[variable] for name, variable in variables.items() if variable in env}
+        self.add(found, lambda name: f"${variables[name]}")
+
+    def add(self, source: Mapping[str, Any], origin_of: Callable[[str], str]) -> None:
         for name, value in source.items():
-            _check_known(name, MasterConfig, origin)
-            values[name] = value
-            origins[name] = origin
+            origin = origin_of(name)
+            if name not in self._types:
+                raise ConfigError(f"{origin}: unknown setting {name!r}; {_suggestion(name, list(self._types))}")
+            self._values[name] = self._convert(name, value, origin)
+            self._origins[name] = origin
 
-    if toml_path:
-        merge(_read_toml(toml_path), toml_path)
-    for name in _fields(MasterConfig):
-        variable = ENV_PREFIX + name.upper()
-        if variable in env:
-            merge({name: env[variable]}, f"${variable}")
-    for name, value in (cli or {}).items():
-        if value is not None:
-            merge({name: value}, f"--{name.replace('_', '-')}")
-    config = _convert(values, MasterConfig, origins)
-    _check_master(config, origins)
-    return Loaded(config, origins)
+    def loaded(self) -> Loaded[Config]:
+        return Loaded(self._config(**self._values), self._origins)
 
-
-def client_config(overrides: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> ClientConfig:
-    """A client's configuration: defaults < `KVPIN_*` < `overrides`. Raises ConfigError."""
-    env = os.environ if env is None else env
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name in _fields(ClientConfig):
-        variable = ENV_PREFIX + name.upper()
-        if variable in env:
-            values[name] = env[variable]
-            origins[name] = f"${variable}"
-    for name, value in (overrides or {}).items():
-        _check_known(name, ClientConfig, "client settings")
-        values[name] = value
-        origins[name] = name
-    return _convert(values, ClientConfig, origins)
-
-
-def parse_size(text: str | int, what: str) -> int:
-    """Bytes of "512MiB", "4GB", "4g" or a number. Raises ConfigError naming `what`."""
-    if isinstance(text, int):
-        return text
-    cleaned = text.strip().lower()
-    digits = cleaned.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = cleaned[len(digits) :].strip()
-    factor = _UNITS.get(unit if unit == "b" else unit.removesuffix("b"))
-    try:
-        size = float(digits) * factor if factor is not None else -1.0
-    except ValueError:
-        size = -1.0
-    if not 0 <= size < 2**63:
-        raise ConfigError(f'{what} = {text!r}: give a size such as "512MiB", "4GB" or a number of bytes')
-    return int(size)
-
-
-def pool_bytes(config: MasterConfig) -> int:
-    """The pool's size in whole pages. Raises ConfigError."""
-    if config.pool_size == "auto":
+    def _convert(self, name: str, value: Any, origin: str) -> Any:
         try:
-            status = os.statvfs(config.segment_dir)
-        except OSError as error:
-            raise ConfigError(f"segment_dir = {config.segment_dir!r}: {error.strerror}") from error
-        size = min(int(status.f_bavail * status.f_frsize * POOL_AUTO_SHARE), POOL_BYTES_AUTO_MAX)
-        if size < POOL_BYTES_MIN:
+            converted = msgspec.convert(_plain(self._types[name], value), self._types[name], strict=False)
+            if converted != converted:
+                raise ValueError("not a number")
+            return converted
+        except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(
-                f"{config.segment_dir} has {status.f_bavail * status.f_frsize} bytes free, too little for a pool of "
-                f"at least {POOL_BYTES_MIN} in a quarter of it: enlarge it (docker run --shm-size=16g; Docker's "
-                "default is 64 MB) or set pool_size"
-            )
-    else:
-        size = parse_size(config.pool_size, "pool_size")
-    size -= size % PAGE_BYTES
-    if size < POOL_BYTES_MIN:
-        raise ConfigError(f"pool_size = {config.pool_size!r}: give at least {POOL_BYTES_MIN} bytes")
-    return size
+                f"{origin}: {name} = {value!r}: give {valid_values(self._config, name)} ({error})"
+            ) from error
 
 
-def share_bytes(text: str, whole_bytes: int, what: str) -> int:
-    """Bytes of "50%" of `whole_bytes`, or of a size. Raises ConfigError."""
-    if not text.strip().endswith("%"):
-        return parse_size(text, what)
+def _plain(kind: Any, value: Any) -> Any:
+    """The value as msgspec wants it: numbers where text is asked for, and quotas in one line, are fine too."""
+    if kind == dict[str, str]:
+        if isinstance(value, str):
+            pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+            if not all(owner.strip() and sign for owner, sign, _ in pairs):
+                raise ValueError("not of the form NAME=SIZE,NAME=SIZE")
+            return {owner.strip(): quota.strip() for owner, _, quota in pairs}
+        if isinstance(value, Mapping):
+            return {owner: str(quota) for owner, quota in value.items()}
+    if kind in (str, str | None) and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+def _types(config: type[Config]) -> dict[str, Any]:
+    hints = get_type_hints(config, include_extras=True)
+    return {name: hints[name] for name in config.__struct_fields__}
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _blame(who: str, check: Callable[..., object], *values: object) -> None:
     try:
-        percent = float(text.strip()[:-1])
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent <= 100:
-        raise ConfigError(f'{what} = {text!r}: give "0%" to "100%", or a size such as "2GiB"')
-    return int(whole_bytes * percent / 100)
-
-
-def run_dir(env: Mapping[str, str] | None = None) -> Path:
-    """The directory of sockets, locks and keys, mode 0700, made if absent. Raises ConfigError if others may enter."""
-    env = os.environ if env is None else env
-    if chosen := env.get("KVPIN_RUN_DIR"):
-        path = Path(chosen)
-    elif base := env.get("XDG_RUNTIME_DIR"):
-        path = Path(base) / "kvpin"
-    else:
-        path = Path("/tmp") / f"kvpin-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat(follow_symlinks=False)
-    except OSError as error:
-        raise ConfigError(f"run directory {path}: {error.strerror}; set KVPIN_RUN_DIR to one you own") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"run directory {path} must be a directory of yours with mode 0700: chmod 700 {path}")
-    return path
-
-
-def pool_address(pool: str = DEFAULT_POOL, env: Mapping[str, str] | None = None) -> str:
-    """Where the pool's master listens on this host. Raises ConfigError if the path is too long for a socket."""
-    path = run_dir(env) / f"{pool}.sock"
-    if len(str(path).encode()) > IPC_PATH_BYTES_MAX:
-        raise ConfigError(f"{path} is longer than {IPC_PATH_BYTES_MAX} bytes: set KVPIN_RUN_DIR to a shorter one")
-    return f"ipc://{path}"
-
-
-def default_address(env: Mapping[str, str] | None = None) -> str:
-    return pool_address(DEFAULT_POOL, env)
-
-
-def _fields(config: type[Config]) -> tuple[str, ...]:
-    return config.__struct_fields__
-
-
-def _check_known(name: str, config: type[Config], origin: str) -> None:
-    known = _fields(config)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-        raise ConfigError(f"{origin}: unknown setting {name!r}; {hint}")
-
-
-def _convert(values: Mapping[str, Any], config: type[Config], origins: Mapping[str, str]) -> Config:
-    sized = {"pool_size", "guaranteed_limit"}
-    plain = {name: str(value) if name in sized and isinstance(value, int) else value for name, value in values.items()}
-    for name in ("cache_quotas", "tenant_quotas"):
-        if isinstance(text := plain.get(name), str):  # from the environment: cache=1GiB,other=2GiB
-            plain[name] = dict(pair.partition("=")[::2] for pair in text.split(",") if pair)
-        elif isinstance(text, Mapping):
-            plain[name] = {owner: str(quota) for owner, quota in text.items()}
-    try:
-        return msgspec.convert(plain, config, strict=False)
-    except msgspec.ValidationError as error:
-        name = str(error).rpartition("$.")[2].rstrip("`").partition("[")[0] if "$." in str(error) else ""
-        raise ConfigError(f"{origins.get(name, 'settings')}: {name} = {values.get(name)!r}: {error}") from error
+        check(*values)
+    except ConfigError as error:
+        raise ConfigError(f"{who} = {error}") from error
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -245,22 +224,5 @@ def _read_toml(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def _check_master(config: MasterConfig, origins: Mapping[str, str]) -> None:
-    """What types can't say; the core checks sizes and watermarks against the pool."""
-    if not config.pool or not all(c.isalnum() or c in "_." for c in config.pool) or config.pool.startswith("."):
-        raise ConfigError(f"{origins['pool']}: pool = {config.pool!r}: use letters, digits, '_' and '.'")
-    if config.exit_when_idle_s < 0 or config.session_timeout_ms <= 0:
-        raise ConfigError("exit_when_idle_s must be 0 or more, session_timeout_ms more than 0")
-    if config.listen and not config.listen.startswith(("ipc://", "tcp://")):
-        raise ConfigError(f"{origins['listen']}: listen = {config.listen!r}: give ipc:///path or tcp://127.0.0.1:port")
-    host = config.listen.removeprefix("tcp://").rpartition(":")[0]
-    loopback = host.startswith("127.") or host in ("localhost", "[::1]")
-    if config.listen.startswith("tcp://") and not (loopback or config.insecure_tcp):
-        raise ConfigError(
-            f"{origins['listen']}: listen = {config.listen!r} is open to the network, and tcp is neither encrypted nor "
-            "authenticated yet: listen on 127.0.0.1, or set insecure_tcp on a network you trust"
-        )

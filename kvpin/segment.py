@@ -34,7 +34,7 @@ _FORMAT = 1
 _HEADER = struct.Struct("<8sIxxxxQQ")  # magic, format, epoch, size of the data area in bytes
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it yet
 _HOW_TO_GET_ROOM = (
-    "choose a smaller pool_size, or make it larger: Docker gives a container 64 MB unless it is started with "
+    "choose a smaller pool (--pool-size), or enlarge the file system: Docker gives a container 64 MB unless it is started with "
     "`--shm-size=8g` (or `--ipc=host`), Kubernetes needs an emptyDir volume with `medium: Memory` mounted there"
 )
 

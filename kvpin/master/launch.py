@@ -11,12 +11,12 @@ from pathlib import Path
 from types import FrameType
 
 from kvpin import config as configuration
-from kvpin.config import MasterConfig
+from kvpin.config import Loaded, MasterConfig
 from kvpin.errors import ConfigError
-from kvpin.master.core.config import CoreConfig
 from kvpin.master.listener import Listener
 from kvpin.master.lock import PoolLock
 from kvpin.master.server import Server
+from kvpin.master.sizing import core_config
 from kvpin.protocol import SegmentInfo
 from kvpin.segment import Progress, Segment, remove_stale, segment_path
 
@@ -41,17 +41,18 @@ class Signals:
         self.server.stop()
 
 
-def run(config: MasterConfig) -> None:
+def run(loaded: Loaded[MasterConfig]) -> None:
     """Serve until told to stop. Raises ConfigError, SegmentError or MasterBusy if it can't start."""
+    config = loaded.config
     signals = Signals()
     run_dir = configuration.run_dir()
     address = config.listen or configuration.pool_address(config.pool)
     with contextlib.ExitStack() as stack:
         lock = PoolLock(run_dir, config.pool)
         stack.callback(lock.release)
-        _check_segment_dir(config.segment_dir)
+        _check_segment_dir(loaded)
         remove_stale(config.segment_dir, config.pool)
-        core = core_config(config)
+        core = core_config(loaded)
         path = segment_path(config.segment_dir, config.pool, lock.epoch)
         with _progress() as progress:
             segment = Segment.create(path, core.pool_bytes, lock.epoch, progress=progress)
@@ -75,35 +76,12 @@ def run(config: MasterConfig) -> None:
         logger.info("event=stopped epoch=%d", lock.epoch)
 
 
-def core_config(config: MasterConfig) -> CoreConfig:
-    """The core's settings: sizes in bytes. Raises ConfigError."""
-    pool_bytes = configuration.pool_bytes(config)
-
-    def quotas(name: str, texts: dict[str, str]) -> dict[str, int]:
-        return {
-            owner: configuration.share_bytes(text, pool_bytes, f"{name}[{owner!r}]") for owner, text in texts.items()
-        }
-
-    return CoreConfig(
-        pool_bytes=pool_bytes,
-        guaranteed_limit_bytes=configuration.share_bytes(config.guaranteed_limit, pool_bytes, "guaranteed_limit"),
-        high_watermark=config.high_watermark,
-        low_watermark=config.low_watermark,
-        headroom=config.headroom,
-        cache_quotas=quotas("cache_quotas", config.cache_quotas),
-        tenant_quotas=quotas("tenant_quotas", config.tenant_quotas),
-        put_timeout_ms=config.put_timeout_ms,
-        quarantine_ms=config.quarantine_ms,
-        lease_ms_max=config.lease_ms_max,
-        ttl_ms_max=config.ttl_ms_max,
-    )
-
-
-def _check_segment_dir(directory: str) -> None:
+def _check_segment_dir(loaded: Loaded[MasterConfig]) -> None:
+    directory, name = loaded.config.segment_dir, loaded.named("segment_dir")
     if not Path(directory).is_dir():
-        raise ConfigError(f"segment_dir = {directory!r}: no such directory; give a tmpfs such as /dev/shm")
+        raise ConfigError(f"{name} = {directory!r}: no such directory; give a tmpfs such as /dev/shm")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"segment_dir = {directory!r}: you may not write there; give a tmpfs such as /dev/shm")
+        raise ConfigError(f"{name} = {directory!r}: you may not write there; give a tmpfs such as /dev/shm")
 
 
 @contextlib.contextmanager
