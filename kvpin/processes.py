@@ -1,5 +1,6 @@
 """Is a process dead for certain? A pid alone can't tell: it is used again, and means another one in a container."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -29,11 +30,16 @@ UNKNOWN = Process(0, 0, False)
 
 
 def pid_namespace() -> int:
-    """The number of this process's pid namespace: pids can be compared only within one."""
+    """A number for this process's pid namespace on this host: pids can be compared only within one. 0: unknown.
+
+    The boot id is in it, because the first namespace of every host has the same inode.
+    """
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        inode = os.stat("/proc/self/ns/pid").st_ino
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return 0
+    return int.from_bytes(hashlib.sha256(f"{boot_id} {inode}".encode()).digest()[:7], "big") + 1
 
 
 def identify(pid: int, namespace: int) -> Process:

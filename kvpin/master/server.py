@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -34,6 +35,8 @@ from kvpin.protocol import (
     decode_request,
     encode,
 )
+
+Outcome = TypeVar("Outcome")
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +94,10 @@ class Server:
 
     def run(self) -> None:
         while not self._stopping:
-            due_ms = self._tick(self._clock())
+            due_ms = self._guarded(self.state.tick, self._clock())
             self._wait(self._housekeeping_due_ms if due_ms is None else min(due_ms, self._housekeeping_due_ms))
             if (now_ms := self._clock()) >= self._housekeeping_due_ms:
-                self._keep_house(now_ms)
+                self._guarded(self._keep_house, now_ms)
 
     def _wait(self, until_ms: int) -> None:
         """Wait for a message or a signal, and take a round of messages."""
@@ -196,13 +199,14 @@ class Server:
                     "event=reply_dropped client=%s error=%r more_before=%d", client_id.hex(), error.strerror, held
                 )
 
-    def _tick(self, now_ms: int) -> int | None:
+    def _guarded(self, step: Callable[[int], Outcome], now_ms: int) -> Outcome | None:
+        """A step of the loop, which goes on whatever fails in it."""
         try:
-            return self.state.tick(now_ms)
+            return step(now_ms)
         except Exception:
             self.counters["server_internal_errors"] += 1
-            if self._throttle.admit("tick") is not None:
-                logger.exception("event=internal_error request=tick")
+            if self._throttle.admit("step") is not None:
+                logger.exception("event=internal_error request=none")
             return None
 
     def _keep_house(self, now_ms: int) -> None:
