@@ -73,6 +73,16 @@ def test_an_exact_fit_is_preferred() -> None:
     assert allocator.allocate(24 * PAGE) == offsets[4]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_of_ranges_in_one_class_the_smallest_that_fits_is_taken(order: tuple[int, ...]) -> None:
+    allocator = Allocator(1000 * PAGE)
+    offsets = [allocator.allocate(pages * PAGE) for pages in (96, 1, 100, 1, 103, 1)][::2]
+    allocator.allocate(allocator.free_bytes)
+    for index in order:
+        allocator.free(offsets[index])
+    assert allocator.allocate(97 * PAGE) == offsets[1]
+
+
 def test_a_range_is_freed_once() -> None:
     allocator = Allocator(4 * PAGE)
     offset = allocator.allocate(1)

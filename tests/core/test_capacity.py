@@ -4,6 +4,7 @@ import pytest
 
 from kvpin.errors import ConfigError
 from kvpin.limits import PAGE_BYTES, TTL_MS_MAX
+from kvpin.master.core import windows
 from kvpin.master.core.config import CoreConfig
 from kvpin.protocol import Grant
 
@@ -127,6 +128,38 @@ def test_many_gaps_are_remembered_as_the_shallowest() -> None:
     long = chain("long", 40)
     assert alice.put(long, mark("p")) == "WRITE*40 | OPENED CAPACITY_EXCEEDED GAP*38"
     assert alice.put(long[20:21], mark("p")) == "EXISTS | GAP"
+    assert alice.prefix("p").covered_tokens == BLOCK
+
+
+def test_a_shallower_gap_takes_the_place_of_the_deepest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "GAPS_MAX", 2)
+    world = World()
+    alice = world.client()
+    alice.put(DOC, mark("p"))
+    alice.remove(DOC[2:], force=True)
+    alice.remove(DOC[1:2], force=True)
+    assert alice.prefix("p").covered_tokens == BLOCK
+    assert alice.put(DOC[1:], mark("p")) == "WRITE*3 | OPENED*3"
+    assert alice.prefix("p").covered_tokens == 4 * BLOCK
+
+
+def test_a_replacement_that_got_no_window_is_no_gap_until_the_swap() -> None:
+    world = World(limit=1)
+    alice = world.client()
+    alice.put(DOC[:1], mark("p"))
+    started = alice.start(DOC[:1], mark("p"), replace=True, force=True)
+    assert letters(started.grants) == "CAPACITY_EXCEEDED"
+    assert alice.prefix("p").covered_tokens == BLOCK
+    alice.end(DOC[:1])
+    assert alice.prefixes() == []
+
+
+def test_what_could_not_be_replaced_is_neither_protected_nor_a_gap() -> None:
+    world = World(pool=2, limit=1)
+    alice = world.client()
+    alice.put(DOC[:1], mark("p"))
+    alice.start(chain("held", 1))
+    assert letters(alice.start(DOC[:1], mark("p"), replace=True, force=True).grants) == "NONE"
     assert alice.prefix("p").covered_tokens == BLOCK
 
 

@@ -50,6 +50,26 @@ def test_a_read_counts_as_use_and_exists_does_not() -> None:
     assert alice.found(chain("a", 1) + chain("b", 1)) == "-+"
 
 
+def test_age_counts_from_put_end() -> None:
+    world = World(pool=2, limit=0)
+    alice = world.client()
+    alice.start(chain("slow", 1))
+    world.later(1)
+    alice.put(chain("quick", 1))
+    world.later(1)
+    alice.end(chain("slow", 1))
+    assert evict(alice, 1) == 1
+    assert alice.found(chain("slow", 1) + chain("quick", 1)) == "+-"
+
+
+def test_only_what_is_missing_is_evicted() -> None:
+    world = World(pool=4, limit=0)
+    alice = world.client()
+    alice.put(chain("old", 3))
+    alice.get(chain("old", 2), lease=1000)
+    assert alice.put(chain("new", 1, pages=2)) == "WRITE"  # the free page and the one next to it
+
+
 def test_a_put_of_what_exists_counts_as_use() -> None:
     world = World(pool=2, limit=0)
     alice = world.client()
@@ -175,7 +195,7 @@ def test_it_ends_after_a_bounded_number_of_rounds() -> None:
     for n in range(64):  # every second page can't move
         alice.put(chain(f"a{n}.", 1), *([mark(f"p{n}")] if n % 2 else []))
         world.later(1)
-    assert alice.put(chain("big", 1, pages=2)) == "NO_SPACE"
+    assert alice.put(chain("big", 3, pages=2)) == "NO_SPACE*3"  # and only the first of a batch tries
     assert world.stat("evicted_objects") == 2 + 2 + 4 + 8
 
 

@@ -201,6 +201,8 @@ class TestRemoval:
         alice.start(DOC[:1])
         alice.start(DOC[1:2], mark("p"))
         alice.send(Clear(b"doc"))
+        alice.send(Clear(b"doc"))
+        assert world.stat("puts_cancelled") == 1
         assert alice.end(DOC[:2]) == "NOT_FOUND OK"
         assert alice.found(DOC[:2]) == "-+"
 
@@ -235,6 +237,9 @@ class TestReports:
         alice.put(DOC[:2], mark("p"), report=b"r")
         alice.put(DOC, mark("p"), report=b"r")
         alice.get(DOC, mark("p"), report=b"r")
+        assert self.achieved(alice) == [(4, 4, 0, Grant.NONE)]
+        alice.expire("p")
+        alice.get(DOC, mark("p"), report=b"r")  # renews nothing: says nothing
         assert self.achieved(alice) == [(4, 4, 0, Grant.NONE)]
 
     def test_it_says_why_a_mark_was_not_reached(self) -> None:

@@ -234,6 +234,24 @@ class TestSharedBlocks:
         world.later(99)
         assert world.guaranteed == 2
 
+    def test_a_put_under_way_has_a_bounded_number_of_holders_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(windows_module, "HOLDERS_MAX_PER_OBJECT", 2)
+        world = World()
+        alice = world.client()
+        alice.start(SYS, mark("a", ttl=100), mark("b", ttl=100))
+        assert letters(alice.start(SYS, mark("c", ttl=50)).grants) == "CAPACITY_EXCEEDED GAP"
+        assert letters(alice.start(SYS, mark("d", ttl=100)).grants) == "OPENED*2"
+        alice.end(SYS)
+        assert {info.prefix_id for info in alice.prefixes()} == {pid("b"), pid("d")}
+
+    def test_a_read_joins_no_block_behind_its_own_gap(self) -> None:
+        world = World(limit=3)
+        alice = world.client()
+        alice.put(SYS[:1], mark("p"))
+        alice.put(ONE[2:], mark("q"))
+        assert alice.put(SYS, mark("p")) == "EXISTS WRITE | RENEWED CAPACITY_EXCEEDED"
+        assert letters(alice.get(ONE, mark("p")).grants) == "RENEWED NONE*3"
+
 
 class TestExpireModes:
     def test_expire_leaves_ordinary_objects(self) -> None:

@@ -78,11 +78,9 @@ class Windows:
         return True
 
     def open_reserved(self, obj: Object, now_ms: int) -> None:
-        """The object has become complete: the windows reserved for it open now."""
-        if not obj.holders:
-            return
+        """A guaranteed object has become complete: the windows reserved for it open now."""
         self._ledger.settle(obj)
-        for prefix in obj.holders:
+        for prefix in obj.holders or ():
             self._enter(prefix, obj, now_ms + prefix.reserved.pop(obj))
 
     def end(self, prefix: Prefix, obj: Object) -> None:
