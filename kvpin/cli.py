@@ -8,8 +8,8 @@ import typer
 from rich.markup import escape
 
 from kvpin import __version__, cli_inspect, cli_prefixes
-from kvpin.cli_output import Exit, exit_code, out, show_error, show_json, table
-from kvpin.config import load_master_config
+from kvpin.cli_output import Exit, exit_code, out, show_error, show_json, show_table, table
+from kvpin.config import MasterConfig, load_master_config, valid_values
 from kvpin.errors import KvpinError
 
 app = typer.Typer(
@@ -129,18 +129,21 @@ def show_config(
     config: Config = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Show every setting of a master started here now, and where its value comes from.
+    """Show every setting of a master started here now, where its value comes from, and what it may be.
 
     \b
     Examples:
       KVPIN_POOL_SIZE=8GiB kvpin config --config kvpin.toml
     """
     loaded = load_master_config(toml_path=config)
-    values = {name: getattr(loaded.config, name) for name in loaded.config.__struct_fields__}
+    settings = {
+        name: {"value": getattr(loaded.config, name), "origin": origin, "valid": valid_values(MasterConfig, name)}
+        for name, origin in loaded.origins.items()
+    }
     if as_json:
-        show_json({name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()})
+        show_json(settings)
         return
-    shown = table("setting", "value", "origin")
-    for name, value in values.items():
-        shown.add_row(name, escape(repr(value)), escape(loaded.origins[name]))
-    out.print(shown)
+    shown = table("setting", "value", "origin", "valid values")
+    for name, setting in settings.items():
+        shown.add_row(name, escape(repr(setting["value"])), escape(setting["origin"]), escape(setting["valid"]))
+    show_table(shown)

@@ -14,6 +14,7 @@ from kvpin.cli_output import (
     out,
     parse_hex,
     show_json,
+    show_table,
     size_text,
     table,
 )
@@ -58,12 +59,12 @@ def status(address: Address = None, as_json: Json = False) -> None:
     for name in ("object_bytes", "guaranteed_bytes", "guaranteed_limit_bytes", "quarantined_bytes", "free_bytes"):
         share = f"{100 * values[name] / pool_bytes:.1f}% of {size_text(pool_bytes)}"
         head.add_row(name.removesuffix("_bytes").replace("_", " "), size_text(values[name]), share)
-    out.print(head)
+    show_table(head)
     rest = table("counter", "#value")
     for name in sorted(values):
         rest.add_row(name, str(values[name]))
     out.print()
-    out.print(rest)
+    show_table(rest)
 
 
 def story(

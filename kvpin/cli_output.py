@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
+TABLE_WIDTH_MAX = 1000  # characters; labels have at most 200 bytes
+
 
 class Exit(enum.IntEnum):
     """The exit codes of `kvpin`."""
@@ -98,6 +100,12 @@ def table(*columns: str, title: str | None = None) -> Table:
     for column in columns:
         made.add_column(column.lstrip("#"), justify="right" if column.startswith("#") else "left", no_wrap=True)
     return made
+
+
+def show_table(shown: Table) -> None:
+    """As wide as it needs to be: an id cut to the terminal's width is of no use."""
+    width = out.measure(shown, options=out.options.update(width=TABLE_WIDTH_MAX)).maximum
+    Console(highlight=False, soft_wrap=True, width=width).print(shown)
 
 
 def size_text(size_bytes: int) -> str:

@@ -16,6 +16,7 @@ from kvpin.cli_output import (
     out,
     parse_prefix_id,
     show_json,
+    show_table,
     size_text,
     table,
 )
@@ -60,7 +61,7 @@ def prefixes(
             str(info.covered_tokens), str(info.blocks), size_text(info.bytes),
             duration_text(info.remaining_ms), str(info.renewals),
         )  # fmt: skip
-    out.print(shown)
+    show_table(shown)
 
 
 def evict(
