@@ -2,11 +2,10 @@
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
-from kvpin.limits import FAULT_LOG_PERIOD_S
+from kvpin.log import Throttle
 from kvpin.vllm_connector import metrics
 
 logger = logging.getLogger(__name__)
@@ -16,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class Guarded(Protocol):
     counters: metrics.Counters
-    fault_logged_s: dict[str, float]  # entry point -> when its last line was logged
+    fault_log: Throttle
 
 
 def guarded(fallback: Callable[[], Any]) -> Callable[[F], F]:
@@ -42,7 +41,6 @@ def nothing() -> Any:
 
 def _note(target: Guarded, entry: str) -> None:
     target.counters.add(metrics.FAULTS, entry)
-    now_s = time.monotonic()
-    if now_s - target.fault_logged_s.get(entry, -FAULT_LOG_PERIOD_S) >= FAULT_LOG_PERIOD_S:
-        target.fault_logged_s[entry] = now_s
-        logger.exception("event=connector_fault entry=%s effect=miss", entry)
+    held = target.fault_log.admit(entry)
+    if held is not None:
+        logger.exception("event=connector_fault entry=%s effect=miss more_before=%d", entry, held)

@@ -29,6 +29,8 @@ from kvpin.config import ClientConfig
 from kvpin.errors import CallTimeout, KvpinError
 from kvpin.http import sidefield
 from kvpin.keys import kv_namespace_prefix
+from kvpin.limits import FAULT_LOG_PERIOD_S
+from kvpin.log import Throttle
 from kvpin.protocol import Clear, SegmentInfo
 from kvpin.vllm_connector import metrics
 from kvpin.vllm_connector.guard import guarded, nothing
@@ -67,7 +69,7 @@ class KVPinManager(OffloadingManager):
     ) -> None:
         self.client = client
         self.counters = metrics.Counters()
-        self.fault_logged_s: dict[str, float] = {}
+        self.fault_log = Throttle(FAULT_LOG_PERIOD_S)
         self.config = config
         self.reset_confirmed = True
         self._layout = layout

@@ -23,7 +23,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvpin.errors import LeaseExpired, SegmentError
-from kvpin.limits import COPY_JOBS_MAX, GIL_KEPT_BYTES_MAX
+from kvpin.limits import COPY_JOBS_MAX, FAULT_LOG_PERIOD_S, GIL_KEPT_BYTES_MAX
+from kvpin.log import Throttle
 from kvpin.segment import Segment
 from kvpin.vllm_connector.layout import ObjectLayout
 from kvpin.vllm_connector.pages import PageTable, Rows
@@ -63,7 +64,8 @@ class KVPinWorker(OffloadingWorker):
         self._results: list[TransferResult] = []
         self._failures: dict[int, str] = {}
         self._failed_loads: set[int] = set()
-        self._lock = threading.Lock()  # guards the three above
+        self._failure_log = Throttle(FAULT_LOG_PERIOD_S)
+        self._lock = threading.Lock()  # guards results and failures
 
     @abstractmethod
     def start(self, job: Job) -> None:
@@ -119,8 +121,7 @@ class KVPinWorker(OffloadingWorker):
             else:
                 self._results.append(TransferResult(job.job_id, True, size_bytes, seconds))
         if error is not None:
-            kind = "store" if job.store else "load"
-            logger.warning("event=%s_failed job=%d reason=%s error=%s", kind, job.job_id, reason_of(error), error)
+            self._log_failure("store" if job.store else "load", error)
 
     def mapping_added(self, segment: Segment) -> None:
         """A new segment is mapped; the one before is closed after this."""
@@ -133,6 +134,12 @@ class KVPinWorker(OffloadingWorker):
             self.mapping_removed(self._segment)
             self._segment.close()
             self._segment = None
+
+    def _log_failure(self, kind: str, error: Exception) -> None:
+        reason = reason_of(error)
+        held = self._failure_log.admit(f"{kind} {reason}")
+        if held is not None:
+            logger.warning("event=%s_failed reason=%s error='%s' more_before=%d", kind, reason, error, held)
 
     def _submit(self, job_id: int, store: bool, blocks: GPULoadStoreSpec, spec: LoadStoreSpec) -> bool:
         if not isinstance(spec, TransferSpec):

@@ -144,6 +144,18 @@ def test_what_cannot_be_copied_is_a_failure_and_not_an_exception(
     assert workers[0].take_failures() == {}
 
 
+def test_a_failure_that_repeats_is_logged_once(
+    workers: list[CpuWorker], segment: Segment, caplog: pytest.LogCaptureFixture
+) -> None:
+    for job_id in range(5):
+        workers[0].submit_load(job_id, spec(segment, 0, deadline_s=0.0, ticket=job_id), blocks(1))
+    workers[0].wait(set(range(5)))
+    assert workers[0].take_failures() == dict.fromkeys(range(5), "expired")
+    assert [line for line in caplog.messages if "reason=expired" in line] == [
+        "event=load_failed reason=expired error='the ranges may belong to somebody else by now' more_before=0"
+    ]
+
+
 def test_a_fence_waits_for_its_jobs(
     workers: list[CpuWorker], segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
