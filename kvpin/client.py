@@ -186,4 +186,4 @@ class Client(BaseClient):
 def _encoded(keys: Sequence[Key]) -> list[bytes]:
     if isinstance(keys, str | bytes):
         raise ValueError(f"give a list of keys, not the single key {keys!r}")
-    return [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
+    return [key if type(key) is bytes else key.encode() if isinstance(key, str) else bytes(key) for key in keys]

@@ -73,6 +73,8 @@ class Dealer:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._arrivals = zmq.Poller()
+        self._arrivals.register(self._socket, zmq.POLLIN)
         self._poller = zmq.Poller()
         for source in (self._socket, self._monitor, waker.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -82,15 +84,17 @@ class Dealer:
             self.close()
             raise ConfigError(f"address = {address!r}: ZeroMQ can't connect to it: {error}") from error
 
-    def wait(self, timeout_ms: int) -> bool:
-        """Until something is to be received, the link changed, or the waker was used. True if the link changed."""
-        changed = False
+    def wait(self, timeout_ms: int) -> tuple[bool, bool]:
+        """Until the waker was used, or: something is to be received, the link has changed. These two are returned."""
+        received = changed = False
         for source, _ in self._poller.poll(timeout_ms):
-            if source is self._monitor:
+            if source is self._socket:
+                received = True
+            elif source is self._monitor:
                 changed = True
-            elif source is not self._socket:
+            else:
                 self._waker.clear()
-        return changed
+        return received, changed
 
     def send(self, frame: bytes) -> bool:
         """False: there's no peer, or its queue is full."""
@@ -103,15 +107,16 @@ class Dealer:
     def receive(self) -> list[bytes]:
         """What has arrived, at most RECEIVE_BURST_MAX messages."""
         frames: list[bytes] = []
-        while len(frames) < RECEIVE_BURST_MAX and _readable(self._socket):
+        while len(frames) < RECEIVE_BURST_MAX and self._arrivals.poll(0):  # far cheaper than to catch zmq.Again
             frames.append(self._socket.recv(zmq.NOBLOCK))
         return frames
 
     def link_changes(self) -> list[Link]:
         changes: list[Link] = []
-        while _readable(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            changes.append(Link.UP if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Link.DOWN)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                changes.append(Link.UP if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Link.DOWN)
         return changes
 
     def close(self) -> None:
@@ -119,8 +124,3 @@ class Dealer:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
-
-
-def _readable(socket: "zmq.Socket[bytes]") -> bool:
-    events = socket.getsockopt(zmq.EVENTS)
-    return bool(int(events) & zmq.POLLIN)

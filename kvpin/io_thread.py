@@ -1,9 +1,9 @@
-"""The client's I/O thread: it owns the socket, the calls under way, and the conversation with the master.
+"""The client's I/O thread: it owns the socket and the conversation with the master.
 
 A turn: wait for something to happen, take what has arrived, send what was handed over, see to what is due. The
 conversation: connected -> Hello (every `retry_ms` until answered) -> Welcome: the session -> requests; Ping after
 `heartbeat_ms` of silence, and every `retry_ms` while the breaker is open. Whatever ends the session fails the calls
-under way and starts over; whatever answers come without a caller give back what they granted.
+under way and starts over.
 """
 
 import logging
@@ -13,12 +13,13 @@ import time
 
 import msgspec
 
+from kvpin.call_table import CallTable, epoch_changed
 from kvpin.calls import PendingCall
 from kvpin.connection import Connection
 from kvpin.dealer import Dealer, Link
 from kvpin.embedded import EmbeddedMaster
 from kvpin.errors import EpochChanged, KvpinError, ProtocolError, Unavailable
-from kvpin.limits import ANSWER_MS_MAX, CLOSE_WAIT_MS
+from kvpin.limits import CLOSE_WAIT_MS
 from kvpin.protocol import (
     PROTOCOL_VERSION,
     Bye,
@@ -26,13 +27,7 @@ from kvpin.protocol import (
     Failure,
     Hello,
     Ping,
-    PutRevoke,
-    PutStarted,
-    PutStatus,
-    Replicas,
-    ReplyBody,
     RequestBody,
-    Response,
     Welcome,
     decode_response,
 )
@@ -52,10 +47,10 @@ class IoThread:
     def __init__(self, connection: Connection, embedded: EmbeddedMaster | None) -> None:
         self._shared = connection
         self._embedded = embedded
+        self._calls = CallTable(connection)
         self._identity = b"c" + os.urandom(15)  # ROUTER keeps identities that begin with NUL for itself
         self._retry_s = connection.config.retry_ms / 1000
         self._answer_s = connection.config.call_timeout_ms / 1000
-        self._pending: dict[int, PendingCall] = {}
         self._linked = False
         self._lives = -1  # epochs seen, less one
         self._epoch = 0  # the last one seen
@@ -85,6 +80,12 @@ class IoThread:
             self._end(shared.refusal or error)
             self._dealer.close()
 
+    def _end(self, error: KvpinError) -> None:
+        self._calls.settle()
+        self._lose_session(error)
+        self._shared.refuse(error)
+        self._shared.drop_work(error)
+
     # --- a turn -----------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
@@ -92,21 +93,23 @@ class IoThread:
         wait_ms = max(0, int((self._due_s() - time.monotonic()) * 1000) + 1)
         shared.asleep = True
         # Looked at after `asleep` is set: whoever hands something over after this look wakes us.
-        changed = self._dealer.wait(0 if shared.work or shared.closing else wait_ms)
+        received, changed = self._dealer.wait(0 if shared.work or shared.closing else wait_ms)
         shared.asleep = False
-        # Answers first: what came before the link went down still counts.
-        for frame in self._dealer.receive():
-            self._received(frame)
+        if received or changed:  # answers first: what came before the link went down still counts
+            for frame in self._dealer.receive():
+                self._received(frame)
         if changed:
             self._link_changed()
-        self._send_work()
+        if shared.work:
+            self._send_work()
         self._see_to_what_is_due(time.monotonic())
+        self._calls.settle()
 
     def _due_s(self) -> float:
-        if self._shared.session is None:
+        session = self._shared.session
+        if session is None:
             return self._ask_at_s
-        heartbeat_s = self._shared.session.welcome.heartbeat_ms / 1000
-        due_s = self._sent_s + heartbeat_s
+        due_s = self._sent_s + session.welcome.heartbeat_ms / 1000
         if self._shared.tripped:
             due_s = min(due_s, self._ask_at_s)
         elif self._asked_s:
@@ -129,18 +132,9 @@ class IoThread:
             self._send(Ping(), now_s)
         elif now_s - self._sent_s >= session.welcome.heartbeat_ms / 1000:
             self._send(Ping(), now_s)
-            self._forget_old(now_s)
         if self._asked_s and now_s - self._asked_s >= self._answer_s and not shared.tripped:
             shared.trip(f"nothing was answered for {shared.config.call_timeout_ms} ms")
-
-    def _forget_old(self, now_s: float) -> None:
-        while self._pending:
-            request_id, call = next(iter(self._pending.items()))
-            if now_s - call.sent_s < ANSWER_MS_MAX / 1000:
-                break
-            del self._pending[request_id]
-            self._fail(call, Unavailable(f"no answer within {ANSWER_MS_MAX} ms"))
-        self._shared.in_flight = len(self._pending)
+        self._calls.forget_old(now_s)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
@@ -150,19 +144,19 @@ class IoThread:
         while work:
             item = work.popleft()
             if isinstance(item, PendingCall):
-                if item.reply is not None:
-                    self._undo(item, item.reply)
+                revoke = self._calls.undo(item, item.reply, shared.session)
+                if revoke is not None:
+                    self._send(revoke, time.monotonic())
             elif item.session is not shared.session:
-                self._fail(item.call, self._session_over())
+                self._calls.fail(item.call, self._session_over())
             elif not item.call.abandoned:
                 now_s = time.monotonic()
                 if self._dealer.send(item.frame):
-                    self._pending[item.request_id] = item.call
+                    self._calls.add(item.request_id, item.call)
                     self._sent(now_s)
                 else:
-                    self._fail(item.call, Unavailable("the send queue to the master is full"))
+                    self._calls.fail(item.call, Unavailable("the send queue to the master is full"))
                     shared.trip("the send queue to the master is full")
-        shared.in_flight = len(self._pending)
 
     def _send(self, body: RequestBody, now_s: float) -> None:
         """A message of our own. It isn't among the calls: that an answer comes is all that matters."""
@@ -178,6 +172,11 @@ class IoThread:
         if not self._asked_s:
             self._asked_s = now_s
 
+    def _session_over(self) -> KvpinError:
+        if self._shared.session is None:
+            return Unavailable("the connection to the master broke")
+        return EpochChanged("the master was started anew")
+
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def _received(self, frame: bytes) -> None:
@@ -189,57 +188,21 @@ class IoThread:
             shared.warn("bad_reply", error)
             return
         body = response.body
+        session = shared.session
         if isinstance(body, Welcome):
             self._welcomed(body)
-        elif isinstance(body, Failure) and shared.session is None and response.request_id >= self._hello_id > 0:
+        elif session is None and isinstance(body, Failure) and response.request_id >= self._hello_id > 0:
             self._not_welcomed(body)
-        elif shared.session is None or not self._in_session(response):
+        elif session is not None and (over := epoch_changed(response)) is not None:
+            self._lose_session(over)
+        elif session is None or response.epoch != session.welcome.epoch:
             shared.counters.add("stray_replies")
             return
+        elif (revoke := self._calls.answered(response, session)) is not None:
+            self._send(revoke, time.monotonic())
         self._asked_s = 0.0
         if shared.tripped:
             shared.close_breaker()
-
-    def _in_session(self, response: Response) -> bool:
-        session = self._shared.session
-        assert session is not None
-        body: ReplyBody = response.body
-        call = self._pending.pop(response.request_id, None)
-        self._shared.in_flight = len(self._pending)
-        if isinstance(body, Failure) and body.code is ErrorCode.EPOCH_CHANGED:
-            if call is not None:
-                self._fail(call, EpochChanged(body.message))
-            self._lose_session(EpochChanged(body.message))
-            return True
-        if response.epoch != session.welcome.epoch:
-            return False
-        if call is None:
-            return True  # to a message of our own
-        if session.life and isinstance(body, Replicas) and body.lease_id:
-            body = msgspec.structs.replace(body, lease_id=session.lease_to_caller(body.lease_id))
-        if call.abandoned:
-            self._undo(call, body)
-        else:
-            if isinstance(body, Failure):
-                self._shared.counters.add("failures")
-            call.settle(body)
-        return True
-
-    def _undo(self, call: PendingCall, reply: ReplyBody) -> None:
-        """Nobody wants this answer: give back what it granted. Runs in this thread only, so once for each call."""
-        session = self._shared.session
-        if call.taken or session is None or call.session is not session:
-            return
-        call.taken = True
-        if isinstance(reply, Replicas):
-            self._shared.release(reply.lease_id)
-        elif isinstance(reply, PutStarted):
-            items = call.body.items  # type: ignore[union-attr]  # PutStarted answers PutStart
-            keys = [item.key for item, status in zip(items, reply.statuses, strict=False) if status is PutStatus.WRITE]
-            # Later the master has given the put up by itself, and a revoke could hit a new put of the key.
-            if keys and time.monotonic() - call.sent_s < session.welcome.put_timeout_ms / 1000:
-                self._shared.counters.add("late_puts_revoked", len(keys))
-                self._send(PutRevoke(keys), time.monotonic())
 
     # --- the session ------------------------------------------------------------------------------------------------
 
@@ -267,15 +230,14 @@ class IoThread:
             self._lives += 1
         shared.counters.add("sessions")
         shared.set_session(Session(welcome, self._lives))
-        logger.info("event=connected address=%s epoch=%x", shared.address, welcome.epoch)
+        logger.info("event=connected address=%s epoch=%d", shared.address, welcome.epoch)
 
     def _not_welcomed(self, failure: Failure) -> None:
         error = f"the master at {self._shared.address} refused this client: {failure.message}"
-        match failure.code:
-            case ErrorCode.VERSION | ErrorCode.BAD_REQUEST:
-                self._refuse(ProtocolError(error))
-            case _:
-                self._shared.warn("refused", failure.message)
+        if failure.code in (ErrorCode.VERSION, ErrorCode.BAD_REQUEST):
+            self._refuse(ProtocolError(error))
+        else:
+            self._shared.warn("refused", failure.message)
 
     def _refuse(self, error: KvpinError) -> None:
         logger.error("event=refused address=%s error=%s", self._shared.address, error)
@@ -291,40 +253,21 @@ class IoThread:
         self._ask_at_s = 0.0
         self._asked_s = 0.0
         self._hello_id = 0
-        calls, self._pending = self._pending, {}
-        self._shared.in_flight = 0
-        for call in calls.values():
-            self._fail(call, error)
-
-    def _session_over(self) -> KvpinError:
-        if self._shared.session is None:
-            return Unavailable("the connection to the master broke")
-        return EpochChanged("the master was started anew")
-
-    def _fail(self, call: PendingCall, error: KvpinError) -> None:
-        if not call.abandoned:
-            self._shared.counters.add("failures")
-            call.settle(error)
-
-    # --- the end ----------------------------------------------------------------------------------------------------
+        self._calls.fail_all(error)
 
     def _take_leave(self) -> None:
         """Say Bye, so that the master frees at once what is ours; and wait a little for it to be sent."""
         self._send_work()
-        if self._shared.session is None:
+        session = self._shared.session
+        if session is None:
             return
-        request_id, frame = self._shared.frame(self._shared.session, Bye())
+        request_id, frame = self._shared.frame(session, Bye())
         now_s = time.monotonic()
         deadline_s = now_s + CLOSE_WAIT_MS / 1000
         if self._dealer.send(frame):
-            self._pending[request_id] = PendingCall(Bye(), self._shared, now_s, self._shared.session)
-        while request_id in self._pending and now_s < deadline_s:
+            self._calls.add(request_id, PendingCall(Bye(), self._shared, now_s, session))
+        while request_id in self._calls and now_s < deadline_s:
             self._dealer.wait(int((deadline_s - now_s) * 1000) + 1)
             for reply in self._dealer.receive():
                 self._received(reply)
             now_s = time.monotonic()
-
-    def _end(self, error: KvpinError) -> None:
-        self._lose_session(error)
-        self._shared.refuse(error)
-        self._shared.drop_work(error)
