@@ -16,6 +16,7 @@ NAME_BYTES_MAX = 100
 REPORT_BYTES_MAX = 32
 LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
 SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
+CLIENT_QUEUE_MAX = 256  # the same in the master, for each client: with 64 batches under way nobody gets near it
 ROUND_FRAMES_MAX = 256  # messages the master takes between two looks at the clock
 HOUSEKEEPING_MS = 1000  # how often the master looks for dead and silent clients
 LOG_PERIOD_S = 5.0  # a fault that a client can repeat at will is logged once in this time
@@ -46,9 +47,10 @@ REPORTS_MAX = 8192  # requests whose grant report is remembered, oldest dropped
 REPORT_ENDS_MAX = 500_000  # block ends in all of them together, ~100 bytes each: long prompts have thousands
 STORY_KEYS_MAX = 262_144  # keys in the log of events, ~100 bytes each; at 128 a batch, some 2,000 batches back
 STORY_LINES_MAX = 32  # of one key, the latest
-EVICT_OBJECTS_MAX = 65_536  # objects looked at in one batch_evict, ~1 us each
+EVICT_OBJECTS_MAX = 65_536  # objects looked at in one batch_evict, ~2 us each
+PUT_EVICT_OBJECTS_MAX = 16_384  # ... and in one round of making room for a put: enough for 1 GiB of 64 KiB blocks
 EVICT_ROUNDS_MAX = 4  # tries to make a contiguous range in one put_start
-TICK_EVICT_OBJECTS_MAX = 512  # background eviction a tick, so that a tick stays short
+TICK_EVICT_OBJECTS_MAX = 512  # objects looked at by background eviction in a tick, so that a tick stays short
 EVICT_BACKOFF_MS = 100  # after nothing was evictable above the watermark
 
 # --- vLLM connector ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpin.limits import EVICT_BACKOFF_MS
-from kvpin.master.core import eviction
+from kvpin.master.core import memory, removal
 from kvpin.protocol import BatchEvict, Expired
 
 from .scenario import PAGE, Client, World, chain, letters, mark
@@ -199,8 +199,31 @@ def test_it_ends_after_a_bounded_number_of_rounds() -> None:
     assert world.stat("evicted_objects") == 2 + 2 + 4 + 8
 
 
+def test_a_put_looks_at_fewer_objects_than_an_operators_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PUT_EVICT_OBJECTS_MAX", 3)
+    world = World(pool=8, limit=0)
+    alice = world.client()
+    alice.put(chain("a", 8))
+    assert alice.put(chain("big", 1, pages=4)) == "NO_SPACE"
+    assert alice.put(chain("less", 1, pages=3)) == "WRITE"
+    assert evict(alice, 4) == 4
+
+
+def test_ticks_put_stale_entries_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PUT_EVICT_OBJECTS_MAX", 1)
+    world = World(pool=4, limit=2)
+    alice = world.client()
+    alice.put(chain("a", 4))
+    world.later(1)
+    alice.get(chain("a", 3), lease=1)
+    alice.protect(chain("a", 1), mark("p"))
+    world.later(1)
+    assert alice.put(chain("new", 1)) == "WRITE"
+    assert alice.found(chain("a", 4)) == "+++-"
+
+
 def test_one_call_looks_at_a_bounded_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "EVICT_OBJECTS_MAX", 3)
+    monkeypatch.setattr(removal, "EVICT_OBJECTS_MAX", 3)
     world = World(pool=8, limit=0)
     alice = world.client()
     alice.put(chain("a", 8))
@@ -209,7 +232,7 @@ def test_one_call_looks_at_a_bounded_number_of_objects(monkeypatch: pytest.Monke
 
 
 def test_the_next_call_goes_on_where_the_bound_stopped_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "EVICT_OBJECTS_MAX", 3)
+    monkeypatch.setattr(removal, "EVICT_OBJECTS_MAX", 3)
     world = World(pool=8, limit=4)
     alice = world.client()
     alice.put(chain("a", 4))

@@ -12,8 +12,7 @@ Deliberately not counted: how many bytes are evictable. Each get and release wou
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvpin.limits import EVICT_OBJECTS_MAX
-from kvpin.master.core.heap import LazyHeap
+from kvpin.master.core.heap import ITEM, ORDER, Entry, LazyHeap
 from kvpin.master.core.types import COMPLETE, Object
 
 
@@ -59,15 +58,15 @@ class Evictor:
             self.heaps[obj.soft_pin].cancel(obj.evict_entry)
             obj.evict_entry = None
 
-    def select(self, need_bytes: int) -> list[Object] | None:
+    def select(self, need_bytes: int, looks: int) -> list[Object] | None:
         """Objects of at least `need_bytes`, taken from the heaps; None, and nothing taken, if there aren't as many.
 
-        It looks at EVICT_OBJECTS_MAX objects at most. If that wasn't enough the next call goes on from there.
+        It looks at `looks` objects at most. If that wasn't enough, the next call goes on from there.
         """
         if self._hopeless_bytes is not None and need_bytes >= self._hopeless_bytes:
             return None
         victims: list[Object] = []
-        looks_left = self._take(need_bytes, EVICT_OBJECTS_MAX, victims)
+        looks_left = self._take(need_bytes, looks, victims)
         if sum(obj.range_bytes for obj in victims) >= need_bytes:
             return victims
         if looks_left:
@@ -80,6 +79,12 @@ class Evictor:
         victims: list[Object] = []
         self._take(need_bytes, looks, victims)
         return victims
+
+    def refresh(self, looks: int) -> None:
+        """Put stale entries at the top where they belong now, so that the next eviction finds its victims there."""
+        for heap in self.heaps:
+            while looks and (entry := heap.head()) is not None and self._settle(heap, entry) is None:
+                looks -= 1
 
     def is_empty(self) -> bool:
         """Is nothing evictable at all?"""
@@ -98,15 +103,21 @@ class Evictor:
                 if entry is None:
                     break
                 looks -= 1
-                order, _, obj = entry
-                heap.pop()
-                obj.evict_entry = None
-                if obj.holders or obj.leases:
-                    continue  # parked: offered again when its last window or lease ends
-                current = self.order(obj)
-                if current > order:
-                    obj.evict_entry = heap.push(current, obj)
-                    continue
-                victims.append(obj)
-                need_bytes -= obj.range_bytes
+                obj = self._settle(heap, entry)
+                if obj is not None:
+                    heap.pop()
+                    obj.evict_entry = None
+                    victims.append(obj)
+                    need_bytes -= obj.range_bytes
         return looks
+
+    def _settle(self, heap: LazyHeap[Object], head: Entry) -> Object | None:
+        """The object at the head of a heap, if that's its place. If not, it's moved to where it belongs, or parked."""
+        obj: Object = head[ITEM]
+        parked = obj.holders or obj.leases
+        order = self.order(obj)
+        if not parked and order <= head[ORDER]:
+            return obj
+        heap.pop()
+        obj.evict_entry = None if parked else heap.push(order, obj)
+        return None

@@ -7,7 +7,7 @@ read (it lingers), a lost put whose writer may still write (it's in quarantine),
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvpin.limits import EVICT_ROUNDS_MAX, PAGE_BYTES
+from kvpin.limits import EVICT_ROUNDS_MAX, PAGE_BYTES, PUT_EVICT_OBJECTS_MAX
 from kvpin.master.core.allocator import NO_RANGE, Allocator, page_round
 from kvpin.master.core.config import CoreConfig
 from kvpin.master.core.eviction import Evictor, evictable
@@ -56,7 +56,7 @@ class Memory:
             return offset
         need_bytes = max(page_round(size_bytes) - allocator.free_bytes, PAGE_BYTES)
         for rounds in range(EVICT_ROUNDS_MAX):
-            if not self.evict(need_bytes, now_ms):
+            if not self.evict(need_bytes, PUT_EVICT_OBJECTS_MAX, now_ms):
                 break
             offset = allocator.allocate(size_bytes)
             if offset != NO_RANGE:
@@ -64,16 +64,19 @@ class Memory:
             need_bytes = page_round(size_bytes) << rounds
         return offset
 
-    def evict(self, need_bytes: int, now_ms: int) -> list[Object]:
-        """Evict objects of `need_bytes` at least. Empty: there aren't as many evictable; nothing was touched."""
-        victims = self._evictor.select(need_bytes)
+    def evict(self, need_bytes: int, looks: int, now_ms: int) -> list[Object]:
+        """Evict objects of `need_bytes` at least, looking at `looks` objects at most.
+
+        Empty: there aren't as many evictable, as far as it looked; nothing was touched.
+        """
+        victims = self._evictor.select(need_bytes, looks)
         if victims is None:
             self._counters["evictions_refused"] += 1
             return []
         return self._evict(victims, now_ms)
 
     def evict_some(self, need_bytes: int, looks: int, now_ms: int) -> list[Object]:
-        """As `evict`, but whatever is found of it by looking at `looks` objects."""
+        """As `evict`, but whatever is found of it."""
         return self._evict(self._evictor.select_some(need_bytes, looks), now_ms)
 
     def begin(self, obj: Object, session: Session, now_ms: int, force: bool) -> None:

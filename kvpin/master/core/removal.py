@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvpin.limits import EVICT_OBJECTS_MAX
 from kvpin.master.core.tables import Tables
 from kvpin.master.core.types import Object, Session
 from kvpin.master.core.windows import is_open
@@ -41,7 +42,7 @@ def clear(tables: Tables, now_ms: int, session: Session, body: Clear) -> Expired
 
 def evict(tables: Tables, now_ms: int, session: Session, body: BatchEvict) -> Expired:
     """Evict at least so many bytes, or nothing."""
-    victims = tables.memory.evict(body.bytes, now_ms)
+    victims = tables.memory.evict(body.bytes, EVICT_OBJECTS_MAX, now_ms)
     return Expired(0, len(victims), sum(obj.range_bytes for obj in victims))
 
 

@@ -175,6 +175,8 @@ class State:
         low_bytes = int(config.low_watermark * config.pool_bytes)
         if memory.used_bytes > config.high_watermark * config.pool_bytes:
             self._draining = True
+        if memory.used_bytes > low_bytes:
+            self.tables.evictor.refresh(TICK_EVICT_OBJECTS_MAX)
         if not self._draining or now_ms < self._evict_after_ms:
             return
         if memory.used_bytes > low_bytes:
