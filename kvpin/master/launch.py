@@ -26,14 +26,18 @@ PROGRESS_PERIOD_S = 2.0
 
 
 class Signals:
-    """SIGTERM and SIGINT: during the start they raise SystemExit(0), while a server runs they stop it."""
+    """SIGTERM, SIGINT and SIGHUP: during the start they raise SystemExit(0), while a server runs they stop it.
+
+    What the parent had ignored (nohup, a shell's background jobs) stays so.
+    """
 
     def __init__(self) -> None:
         self.server: Server | None = None
         self.wake_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._caught)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._caught)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.server is None:

@@ -8,7 +8,7 @@ from types import TracebackType
 import zmq
 
 from kvpin.errors import ConfigError, MasterBusy
-from kvpin.limits import FRAME_BYTES_MAX, IPC_PATH_BYTES_MAX, SEND_QUEUE_MAX, SOCKET_HEARTBEAT_MS
+from kvpin.limits import CLIENT_QUEUE_MAX, FRAME_BYTES_MAX, IPC_PATH_BYTES_MAX, SOCKET_HEARTBEAT_MS
 
 
 class Listener:
@@ -22,8 +22,8 @@ class Listener:
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),  # a master that leaves owes nobody an answer
-            (zmq.SNDHWM, SEND_QUEUE_MAX),
-            (zmq.RCVHWM, SEND_QUEUE_MAX),
+            (zmq.SNDHWM, CLIENT_QUEUE_MAX),
+            (zmq.RCVHWM, CLIENT_QUEUE_MAX),
             (zmq.MAXMSGSIZE, FRAME_BYTES_MAX),  # libzmq drops the connection of whoever sends more
             (zmq.ROUTER_MANDATORY, 1),  # otherwise replies that can't be sent vanish uncounted
             (zmq.ROUTER_HANDOVER, 1),  # a client that reconnects under its id takes the id over

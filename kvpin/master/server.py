@@ -100,8 +100,11 @@ class Server:
                 self._guarded(self._keep_house, now_ms)
 
     def _wait(self, until_ms: int) -> None:
-        """Wait for a message or a signal, and take a round of messages."""
-        ready = dict(self._poller.poll(max(0, until_ms - self._clock())))
+        """Wait for a message or a signal, and take a round of messages.
+
+        At least 1 ms: a deadline that never goes away must not become a busy loop.
+        """
+        ready = dict(self._poller.poll(max(1, until_ms - self._clock())))
         if self._wake_fd is not None and self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
         if self._socket in ready:

@@ -14,8 +14,8 @@ import pytest
 from kvpin import __version__
 from kvpin.cli_output import duration_text, size_text
 from kvpin.keys import named_prefix_id
-from kvpin.limits import PAGE_BYTES
-from kvpin.protocol import Ended, Grant, Mark, PutEnd, PutItem, PutStart, PutStarted
+from kvpin.limits import LIST_LIMIT_MAX, MARKS_MAX, PAGE_BYTES
+from kvpin.protocol import Ended, Grant, Mark, Protect, Protected, PutEnd, PutItem, PutStart, PutStarted
 from tests.support.master import POOL_BYTES, MasterProcess
 from tests.support.raw import RawClient
 
@@ -105,6 +105,20 @@ def test_evict_all(filled: RawClient) -> None:
     assert kvpin_json("evict", "--all", "--yes")["prefixes"] == 2
     assert labels() == []
     assert "0 prefixes" in kvpin("evict", "--all", "--yes")
+
+
+def test_more_prefixes_than_one_answer_lists(master: MasterProcess) -> None:
+    count = LIST_LIMIT_MAX + 100
+    with RawClient(master.address) as client:
+        client.hello()
+        client.ask(PutStart([PutItem(b"shared", PAGE_BYTES, 16)]), PutStarted)
+        client.ask(PutEnd([b"shared"]), Ended)
+        marks = [Mark(named_prefix_id(str(i)), 16, 60_000, "many") for i in range(count)]
+        for start in range(0, count, MARKS_MAX):
+            client.ask(Protect([b"shared"], [16], marks[start : start + MARKS_MAX]), Protected)
+    assert len(kvpin_json("prefixes")) == count
+    assert kvpin_json("evict", "--label", "many", "--yes")["prefixes"] == count
+    assert kvpin_json("prefixes") == []
 
 
 def test_evict_asks_and_no_means_no(filled: RawClient) -> None:

@@ -43,7 +43,7 @@ def refused(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Co
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_no_files(make_master: MakeMaster, pool: str, number: signal.Signals) -> None:
     master = make_master(pool=pool)
     assert len(segments(pool)) == 1
@@ -52,6 +52,18 @@ def test_a_signal_ends_it_and_leaves_no_files(make_master: MakeMaster, pool: str
     assert segments(pool) == []
     assert not Path(master.address.removeprefix("ipc://")).exists()
     assert "event=stopped" in master.log
+
+
+def test_a_signal_that_the_parent_ignores_is_ignored(make_master: MakeMaster) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        master = make_master()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    os.kill(master.pid, signal.SIGHUP)
+    with RawClient(master.address) as client:
+        client.hello()
+        assert client.ask(Ping(), Done)
 
 
 def test_a_signal_while_the_pool_is_made(run_dir: Path, pool: str) -> None:

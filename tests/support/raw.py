@@ -26,10 +26,11 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class RawClient:
-    def __init__(self, address: str, identity: bytes | None = None) -> None:
+    def __init__(self, address: str, identity: bytes | None = None, receive_queue: int = 1000) -> None:
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, receive_queue)
         if identity is not None:
             self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.connect(address)
