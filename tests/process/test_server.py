@@ -87,6 +87,17 @@ def test_a_fault_in_a_tick_does_not_end_the_loop(running: Running, monkeypatch: 
         assert client.ask(Ping(), Done)
 
 
+def test_a_fault_in_housekeeping_does_not_end_the_loop(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running.server.state, "client_left", fail)
+    with RawClient(running.address) as silent, RawClient(running.address) as client:
+        silent.hello()
+        client.hello()
+        wait_until(
+            lambda: bool(client.ask(Stats(), StatsReply).values["server_internal_errors"]), "the silent one left"
+        )
+        assert client.ask(Ping(), Done)
+
+
 def test_the_loop_wakes_for_the_cores_deadlines_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HOUSEKEEPING_MS", 3_600_000)
     with tempfile.TemporaryDirectory(prefix="kvpin-") as folder:
