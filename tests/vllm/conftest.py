@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from masters import MasterProcess
+
+from tests.support.master import MasterProcess
 
 HERE = Path(__file__).parent
 
@@ -76,7 +77,7 @@ def kvpin_run_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def master(kvpin_run_dir: Path) -> Iterator[MasterProcess]:
-    process = MasterProcess(kvpin_run_dir)
+    process = MasterProcess(kvpin_run_dir, guaranteed_limit="2MiB")
     process.start()
     yield process
     process.close()

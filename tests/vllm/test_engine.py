@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from engine import BLOCK_TOKENS, Engine, Prompt, engine, outputs, tokens
-from masters import GUARANTEED_LIMIT_BYTES, MasterProcess
 
 from kvpin import Client
 from kvpin.keys import kv_key
 from kvpin.protocol import EndStatus, ExpireMode, Grant, MarkReport, PrefixInfo, Report, Reported
 from kvpin.vllm_connector import metrics
+from tests.support.master import MasterProcess
 
 MARKED_TOKENS = 4 * BLOCK_TOKENS
 
@@ -166,7 +166,8 @@ def test_when_the_window_has_ended_the_blocks_are_ordinary(e: Engine, client: Cl
 
 
 def test_over_the_limit_a_prefix_is_protected_in_part_and_the_report_says_so(e: Engine, client: Client) -> None:
-    fitting_tokens = GUARANTEED_LIMIT_BYTES // e.manager._layout.object_bytes * BLOCK_TOKENS
+    limit_bytes = client.stats()["guaranteed_limit_bytes"]
+    fitting_tokens = limit_bytes // e.manager._layout.object_bytes * BLOCK_TOKENS
     token = secrets.token_bytes(16)
     end = fitting_tokens + 4 * BLOCK_TOKENS
     prompt = Prompt(tokens("too long", end + 40), marks=(end,), report=token)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from engine import BLOCK_TOKENS, Prompt, engine, outputs, tokens
-from masters import MasterProcess
 
 from kvpin.vllm_connector import metrics
+from tests.support.master import MasterProcess
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from engine import Engine, Prompt, engine, outputs, tokens
-from masters import MasterProcess
 
 from kvpin.limits import STEP_STORE_WAITS
 from kvpin.vllm_connector import metrics
+from tests.support.master import MasterProcess
 
 # What a busy machine may add to a wait of a few milliseconds: another process has the core.
 SCHEDULING_NOISE_S = 0.2

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from engine import Prompt, engine, outputs, tokens
-from masters import MasterProcess
 
 from kvpin.vllm_connector import metrics
+from tests.support.master import MasterProcess
 
 TINY = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 128, "max_model_len": 512}
 

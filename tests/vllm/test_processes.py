@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from engine import BLOCK_TOKENS, Prompt, engine, outputs, tokens
-from masters import MasterProcess
+
+from tests.support.master import MasterProcess
 
 pytestmark = pytest.mark.timeout(180)
 
