@@ -1,5 +1,6 @@
 """Bad input changes nothing, a repeat has no second effect, time doesn't run backwards; reports, stories, stats."""
 
+import gc
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -21,6 +22,7 @@ from kvpin.protocol import (
     Exists,
     Expired,
     ExpireGuaranteed,
+    ExpireMode,
     GetReplicas,
     Grant,
     Hello,
@@ -355,6 +357,23 @@ def test_check_answers_violations() -> None:
     world.state.tables.ledger.object_bytes += 1
     reply = world.state.handle(world.now, b"alice", 99, Check())
     assert reply == Checked(["I3: object_bytes is 1, but the objects make 0"])
+
+
+def test_what_leaves_leaves_no_reference_cycles() -> None:
+    world = World(pool=8, put_timeout_ms=50, quarantine_ms=50)
+    alice, bob = world.client("alice"), world.client("bob")
+    gc.collect()
+    for _ in range(5):
+        alice.put(DOC, mark("p", ttl=20), mark("q", ttl=30), report=b"r")
+        alice.get(DOC, mark("r", ttl=20), lease=5)
+        alice.start(chain("lost", 2), mark("p", ttl=10))
+        bob.expire("q", mode=ExpireMode.DELETE)
+        world.later(100)
+        alice.put(chain("flood", 8))
+        bob.leaves()
+        bob = world.client("bob")
+        world.later(100)
+    assert gc.collect() == 0
 
 
 # --- fuzz ------------------------------------------------------------------------------------------------------------
