@@ -34,8 +34,9 @@ _FORMAT = 1
 _HEADER = struct.Struct("<8sIxxxxQQ")  # magic, format, epoch, size of the data area in bytes
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it yet
 _HOW_TO_GET_ROOM = (
-    "choose a smaller pool (--pool-size), or enlarge the file system: Docker gives a container 64 MB unless it is started with "
-    "`--shm-size=8g` (or `--ipc=host`), Kubernetes needs an emptyDir volume with `medium: Memory` mounted there"
+    "choose a smaller pool (--pool-size), or enlarge the file system: Docker gives a container 64 MB unless it is "
+    "started with `--shm-size=8g` (or `--ipc=host`), Kubernetes needs an emptyDir volume with `medium: Memory` mounted "
+    "there"
 )
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
