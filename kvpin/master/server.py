@@ -124,20 +124,20 @@ class Server:
             self.counters["server_frames"] += 1
             self._send(client_id, self._answer(client_id, frame, parts))
 
-    def _answer(self, client_id: bytes, frame: bytes, parts: int) -> Response:
+    def _answer(self, client_id: bytes, frame: bytes, parts: int) -> bytes:
         try:
             if parts != 1:
                 raise ValueError(f"{parts} frames in one message: send one")
             request = decode_request(frame)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-            return self._malformed(client_id, frame, error)
+            return encode(self._malformed(client_id, frame, error))
         try:
             reply = self._handle(self._clock(), client_id, request)
+            return encode(Response(request.request_id, self._epoch, reply))
         except Exception:
-            self.counters["server_internal_errors"] += 1
-            logger.exception("event=internal_error request=%s client=%s", type(request.body).__name__, client_id.hex())
-            reply = Failure(ErrorCode.INTERNAL, "a fault in kvpin; the master's log has the traceback")
-        return Response(request.request_id, self._epoch, reply)
+            self._internal_error(type(request.body).__name__)
+            failure = Failure(ErrorCode.INTERNAL, "a fault in kvpin; the master's log has the traceback")
+            return encode(Response(request.request_id, self._epoch, failure))
 
     def _handle(self, now_ms: int, client_id: bytes, request: Request) -> ReplyBody:
         body = request.body
@@ -191,9 +191,9 @@ class Server:
         text = f"not a message of kvpin's protocol {PROTOCOL_VERSION}: {error}"
         return Response(_request_id(frame), self._epoch, Failure(ErrorCode.BAD_REQUEST, text))
 
-    def _send(self, client_id: bytes, response: Response) -> None:
+    def _send(self, client_id: bytes, frame: bytes) -> None:
         try:
-            self._socket.send_multipart((client_id, encode(response)), zmq.NOBLOCK)
+            self._socket.send_multipart((client_id, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # its queue is full, or it has gone: it will ask again, or not
             self.counters["server_replies_dropped"] += 1
             held = self._throttle.admit("dropped")
@@ -207,13 +207,19 @@ class Server:
         try:
             return step(now_ms)
         except Exception:
-            self.counters["server_internal_errors"] += 1
-            if self._throttle.admit("step") is not None:
-                logger.exception("event=internal_error request=none")
+            self._internal_error("none")
             return None
+
+    def _internal_error(self, request: str) -> None:
+        """Count the exception being handled, and log it with its traceback, unless it repeats."""
+        self.counters["server_internal_errors"] += 1
+        held = self._throttle.admit(request)
+        if held is not None:
+            logger.exception("event=internal_error request=%s more_before=%d", request, held)
 
     def _keep_house(self, now_ms: int) -> None:
         """Part with dead and silent clients; leave if nobody needs this master."""
+        self._sessions.excuse(now_ms - self._housekeeping_due_ms)
         self._housekeeping_due_ms = now_ms + self._housekeeping_ms
         for session in self._sessions.dead():
             self._part(now_ms, session, "dead")

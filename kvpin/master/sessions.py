@@ -71,6 +71,13 @@ class Sessions:
             if len(self._departed) > DEPARTED_MAX:  # the oldest: its ranges wait for the quarantine's end
                 del self._departed[next(iter(self._departed))]
 
+    def excuse(self, absence_ms: int) -> None:
+        """The master itself was away for so long (stopped, or starved of CPU): that is nobody's silence."""
+        for session in self._live.values():
+            session.last_ms += absence_ms
+        if self._idle_since_ms is not None:
+            self._idle_since_ms += absence_ms
+
     def silent(self, now_ms: int) -> list[Session]:
         """Sessions that said nothing for the session timeout."""
         return [s for s in self._live.values() if now_ms - s.last_ms >= self._timeout_ms]

@@ -160,11 +160,16 @@ def test_quarantine_ends_by_itself(make_master: MakeMaster) -> None:
         assert stats(client)["quarantined_bytes"] == 0
 
 
-def test_a_frozen_master_answers_when_it_goes_on(master: MasterProcess) -> None:
-    with RawClient(master.address) as client:
+def test_a_frozen_master_answers_when_it_goes_on_and_keeps_its_clients(make_master: MakeMaster) -> None:
+    master = make_master(session_timeout_ms=400)
+    with RawClient(master.address) as client, RawClient(master.address) as quiet:
         client.hello()
+        quiet.hello()
+        quiet.ask(PutStart([PutItem(b"k", PAGE_BYTES)]), PutStarted)
         master.stop()
         client.socket.send(encode(Request(99, client.epoch, Ping())))
-        assert not client.socket.poll(200)
+        assert not client.socket.poll(800), "frozen for twice the session timeout"
         master.cont()
         assert client.receive().request_id == 99
+        values = stats(client)
+        assert (values["server_clients_silent"], values["writes"]) == (0, 1)

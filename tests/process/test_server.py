@@ -72,11 +72,21 @@ def test_a_fault_in_the_core_is_an_internal_failure_and_the_loop_goes_on(
         client.hello()
         with monkeypatch.context() as patch:
             patch.setattr(running.server.state, "handle", fail)
+            for _ in range(10):
+                assert client.ask(Ping(), Failure).code is ErrorCode.INTERNAL
+        assert client.ask(Ping(), Done)
+        assert client.ask(Stats(), StatsReply).values["server_internal_errors"] == 10
+    (record,) = [record for record in caplog.records if "event=internal_error request=Ping" in record.getMessage()]
+    assert record.exc_info
+
+
+def test_a_reply_that_cannot_be_sent_is_an_internal_failure(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RawClient(running.address) as client:
+        client.hello()
+        with monkeypatch.context() as patch:
+            patch.setattr(running.server.state, "handle", lambda *arguments: object())
             assert client.ask(Ping(), Failure).code is ErrorCode.INTERNAL
         assert client.ask(Ping(), Done)
-        assert client.ask(Stats(), StatsReply).values["server_internal_errors"] == 1
-    record = next(record for record in caplog.records if "event=internal_error request=Ping" in record.getMessage())
-    assert record.exc_info
 
 
 def test_a_fault_in_a_tick_does_not_end_the_loop(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +154,17 @@ def test_a_lock_file_with_other_content_is_no_obstacle(tmp_path: Path, content: 
     lock = PoolLock(tmp_path, "p")
     assert 2**40 < lock.epoch < 2**53
     lock.release()
+
+
+def test_what_the_master_slept_through_is_nobodys_silence() -> None:
+    table = sessions.Sessions(timeout_ms=1000, quarantine_ms=1000, now_ms=0)
+    session = table.join(b"id", own_hello(), now_ms=0)
+    table.excuse(5000)
+    assert table.silent(5999) == []
+    assert table.silent(6000) == [session]
+    table.leave(session, 6000, writer_dead=True)
+    table.excuse(5000)
+    assert table.idle_ms(11_001) == 1
 
 
 def test_a_throttle_lets_one_pass_in_a_period_and_counts_the_rest() -> None:
