@@ -69,9 +69,13 @@ def model(make_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def kvpin_run_dir() -> Iterator[Path]:
-    """Sockets and keys of these tests. Not below pytest's own folder: a socket's path must be short."""
+    """Sockets and keys of these tests. Not below pytest's own folder: a socket's path must be short.
+
+    No engine starts a master of its own: it would take the place of one that a test has killed.
+    """
     with tempfile.TemporaryDirectory(prefix="kvpin-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPIN_RUN_DIR", folder)
+        patch.setenv("KVPIN_EMBEDDED", "false")
         yield Path(folder)
 
 
