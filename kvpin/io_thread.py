@@ -120,7 +120,7 @@ class IoThread:
         shared = self._shared
         session = shared.session
         if session is None:
-            if now_s >= self._ask_at_s:
+            if now_s >= self._ask_at_s and shared.refusal is None:
                 self._ask_at_s = now_s + self._retry_s
                 if self._linked:
                     self._send(shared.hello, now_s)

@@ -115,7 +115,7 @@ class _Batch:
         self.start.abandon()
         if self.end is None and self.written:
             keys = [self.keys[index] for index in self.written]
-            self.writer.connection.submit(PutRevoke(keys), self.start.session).abandon()
+            self.writer.connection.submit(PutRevoke(keys), self.start.session)
 
     def _lost(self, indices: Iterable[int]) -> None:
         for index in indices:
