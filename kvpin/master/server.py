@@ -122,6 +122,7 @@ class Server:
                 self._socket.recv()
                 parts += 1
             self.counters["server_frames"] += 1
+            self._sessions.heard_of(client_id, self._clock())
             self._send(client_id, self._answer(client_id, frame, parts))
 
     def _answer(self, client_id: bytes, frame: bytes, parts: int) -> bytes:
@@ -147,7 +148,6 @@ class Server:
         if session is None or request.epoch != self._epoch:
             self.counters["server_epoch_refused"] += 1
             return Failure(ErrorCode.EPOCH_CHANGED, f"this master's epoch is {self._epoch}: say Hello first")
-        session.last_ms = now_ms
         reply = self.state.handle(now_ms, session.core_id, request.request_id, body, request.released_leases)
         if isinstance(body, Bye):
             self._sessions.leave(session, now_ms, writer_dead=False)

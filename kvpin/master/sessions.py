@@ -71,6 +71,11 @@ class Sessions:
             if len(self._departed) > DEPARTED_MAX:  # the oldest: its ranges wait for the quarantine's end
                 del self._departed[next(iter(self._departed))]
 
+    def heard_of(self, client_id: bytes, now_ms: int) -> None:
+        """Any message, even a wrong one, shows that its sender lives."""
+        if (session := self._live.get(client_id)) is not None:
+            session.last_ms = now_ms
+
     def excuse(self, absence_ms: int) -> None:
         """The master itself was away for so long (stopped, or starved of CPU): that is nobody's silence."""
         for session in self._live.values():

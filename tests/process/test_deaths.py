@@ -9,6 +9,8 @@ import pytest
 from kvpin.limits import PAGE_BYTES
 from kvpin.protocol import (
     Bye,
+    Check,
+    Checked,
     Done,
     Failure,
     Ping,
@@ -37,6 +39,26 @@ if farewell == "bye":
     client.ask(Bye(), Done)
 print("granted", flush=True)
 sys.stdin.read()
+"""
+
+BUSY_WRITER = """
+import itertools, random, sys
+from kvpin.protocol import *
+from tests.support.raw import RawClient
+client = RawClient(sys.argv[1])
+client.hello()
+rng = random.Random(int(sys.argv[2]))
+for n in itertools.count():
+    keys = [b"%d" % number for number in rng.sample(range(500), 20)]
+    items = [PutItem(key, rng.randrange(1, 300_000), 16 * (i + 1)) for i, key in enumerate(keys)]
+    mark = Mark(bytes([rng.randrange(8)]) * 16, 16 * 20, rng.randrange(1, 2000))
+    started = client.ask(PutStart(items, [mark] if rng.random() < 0.3 else []), PutStarted)
+    mine = [item.key for item, status in zip(items, started.statuses) if status is PutStatus.WRITE]
+    client.ask(GetReplicas(keys, 500), Replicas)
+    if mine and rng.random() < 0.8:
+        client.ask(PutEnd(mine), Ended)
+    if n == 5:
+        print("busy", flush=True)
 """
 
 
@@ -133,6 +155,31 @@ def test_one_process_dead_frees_nothing_of_another_under_the_same_routing_id(
             assert (values["writes"], values["quarantined_bytes"]) == (1, 0)
 
 
+def test_writers_killed_under_load_leave_nothing_behind(make_master: MakeMaster) -> None:
+    """The pool is full and turns over all the time; the fixture checks the invariants once more at the end."""
+    master = make_master(pool_size="16MiB")
+    with RawClient(master.address) as client:
+        client.hello()
+        for seed in range(6):
+            pair = [
+                subprocess.Popen(
+                    [sys.executable, "-c", BUSY_WRITER, master.address, str(10 * seed + i)], stdout=subprocess.PIPE
+                )
+                for i in range(2)
+            ]
+            for process in pair:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"busy\n"
+            for process in pair:
+                process.kill()
+                process.communicate()
+            assert client.ask(Check(), Checked).violations == []
+        wait_until(lambda: stats(client)["server_sessions"] == 1, "all are known dead")
+        values = stats(client)
+        assert (values["writes"], values["quarantined_bytes"], values["leases"]) == (0, 0, 0)
+        assert values["evicted_objects"] > 0, "the pool never was full: make the writers busier"
+
+
 def test_silence_ends_a_session_and_talk_keeps_one(make_master: MakeMaster) -> None:
     master = make_master(session_timeout_ms=300)
     with RawClient(master.address) as silent, RawClient(master.address) as client:
@@ -146,6 +193,12 @@ def test_silence_ends_a_session_and_talk_keeps_one(make_master: MakeMaster) -> N
         assert silent.ask(Ping(), Failure)
         silent.hello()
         assert silent.ask(Ping(), Done)
+        for _ in range(10):  # any noise is a sign of life
+            silent.socket.send(b"noise")
+            silent.receive()
+            assert not silent.socket.poll(50)
+            stats(client)
+        assert stats(client)["server_sessions"] == 2
 
 
 def test_quarantine_ends_by_itself(make_master: MakeMaster) -> None:
