@@ -112,8 +112,8 @@ def test_a_pid_of_another_namespace_proves_nothing(
     """In a container a pid means another process: only silence ends the session, and the range waits."""
     master = make_master(session_timeout_ms=600)
     with RawClient(master.address) as client:
-        client.hello()
         writer = start_writer(master, namespace=1)
+        client.hello()
         writer.kill()
         writer.wait()
         wait_until(lambda: stats(client)["server_clients_silent"] == 1, "the session timed out")
@@ -127,8 +127,8 @@ def test_a_departed_writers_range_is_free_when_it_dies(
 ) -> None:
     master = make_master(session_timeout_ms=600)
     with RawClient(master.address) as client:
-        client.hello()
         writer = start_writer(master, farewell=farewell)
+        client.hello()
         wait_until(lambda: stats(client)["quarantined_bytes"] == PAGE_BYTES, "it left, alive")
         assert stats(client)["server_departed"] == 1
         writer.kill()
@@ -139,9 +139,8 @@ def test_a_departed_writers_range_is_free_when_it_dies(
 
 
 def test_one_process_dead_frees_nothing_of_another_under_the_same_routing_id(
-    make_master: MakeMaster, start_writer: Callable[..., "subprocess.Popen[str]"]
+    master: MasterProcess, start_writer: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
-    master = make_master(session_timeout_ms=600)
     with RawClient(master.address) as client:
         client.hello()
         first = start_writer(master, farewell="bye")
@@ -181,10 +180,10 @@ def test_writers_killed_under_load_leave_nothing_behind(make_master: MakeMaster)
 
 
 def test_silence_ends_a_session_and_talk_keeps_one(make_master: MakeMaster) -> None:
-    master = make_master(session_timeout_ms=300)
+    master = make_master(session_timeout_ms=1000)
     with RawClient(master.address) as silent, RawClient(master.address) as client:
         heartbeat_ms = client.hello().heartbeat_ms
-        assert heartbeat_ms < 300 / 2
+        assert heartbeat_ms < 1000 / 2
         silent.hello(name="silent")
         silent.ask(PutStart([PutItem(b"k", PAGE_BYTES)]), PutStarted)
         wait_until(lambda: stats(client)["server_sessions"] == 1, "the silent one is gone")
@@ -196,7 +195,7 @@ def test_silence_ends_a_session_and_talk_keeps_one(make_master: MakeMaster) -> N
         for _ in range(10):  # any noise is a sign of life
             silent.socket.send(b"noise")
             silent.receive()
-            assert not silent.socket.poll(50)
+            assert not silent.socket.poll(150)
             stats(client)
         assert stats(client)["server_sessions"] == 2
 
@@ -214,14 +213,14 @@ def test_quarantine_ends_by_itself(make_master: MakeMaster) -> None:
 
 
 def test_a_frozen_master_answers_when_it_goes_on_and_keeps_its_clients(make_master: MakeMaster) -> None:
-    master = make_master(session_timeout_ms=400)
+    master = make_master(session_timeout_ms=1000)
     with RawClient(master.address) as client, RawClient(master.address) as quiet:
         client.hello()
         quiet.hello()
         quiet.ask(PutStart([PutItem(b"k", PAGE_BYTES)]), PutStarted)
         master.stop()
         client.socket.send(encode(Request(99, client.epoch, Ping())))
-        assert not client.socket.poll(800), "frozen for twice the session timeout"
+        assert not client.socket.poll(2000), "frozen for twice the session timeout"
         master.cont()
         assert client.receive().request_id == 99
         values = stats(client)

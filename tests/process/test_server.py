@@ -1,5 +1,6 @@
 """The owner loop in a thread of this process, so that faults can be put into it."""
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -37,19 +38,26 @@ POOL_BYTES = 16 << 20
 class Running:
     """A server without a segment: no test here maps one."""
 
-    def __init__(self, address: str, session_timeout_ms: int = 400) -> None:
+    def __init__(self, address: str, session_timeout_ms: int = 15_000) -> None:
         self._listener = Listener(address, 15_000)
         core = CoreConfig(pool_bytes=POOL_BYTES, guaranteed_limit_bytes=0, put_timeout_ms=200)
         segment = SegmentInfo("/dev/shm/none", POOL_BYTES, EPOCH)
         self.address = address
-        self.server = Server(self._listener.socket, segment, core, session_timeout_ms=session_timeout_ms)
+        wake_fd, self._signal_fd = os.pipe()
+        self._fds = (wake_fd, self._signal_fd)
+        self.server = Server(
+            self._listener.socket, segment, core, session_timeout_ms=session_timeout_ms, wake_fd=wake_fd
+        )
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
 
     def close(self) -> None:
         self.server.stop()
+        os.write(self._signal_fd, b"x")  # as the interpreter does when a signal comes
         self._thread.join(10)
         assert not self._thread.is_alive()
+        for fd in self._fds:
+            os.close(fd)
         self._listener.__exit__(None, None, None)
 
 
@@ -117,8 +125,6 @@ def test_the_loop_wakes_for_the_cores_deadlines_without_a_message(monkeypatch: p
             client.ask(PutStart([PutItem(b"k", 4096)]), PutStarted)
             counters = running.server.state.tables.counters
             wait_until(lambda: counters["puts_timed_out"] == 1, "the put timed out")
-            running.server.stop()
-            client.ask(Ping(), Done)  # wakes it
         running.close()
 
 
