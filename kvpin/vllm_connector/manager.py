@@ -222,9 +222,12 @@ class KVPinManager(OffloadingManager):
         self.reset_confirmed = False
         for state in self._states.values():
             self._lookups.forget(state)
-        for namespace in sorted(self._namespaces):
-            self.client.call(Clear(kv_namespace_prefix(namespace)), timeout_ms=self.config.call_timeout_ms)
-        self.reset_confirmed = True
+        try:
+            for namespace in sorted(self._namespaces):
+                self.client.call(Clear(kv_namespace_prefix(namespace)), timeout_ms=self.config.call_timeout_ms)
+            self.reset_confirmed = True
+        except KvpinError as error:
+            logger.warning("event=reset_unconfirmed error='%s'", error)
 
     @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:

@@ -414,6 +414,7 @@ def test_reset_clears_this_engines_objects_without_force(h: Harness) -> None:
     h.client.master = lambda body: Unavailable("gone")
     h.manager.reset_cache()
     assert not h.manager.reset_confirmed
+    assert h.count(metrics.FAULTS, "reset_cache") == 0
 
 
 def test_a_store_under_way_during_a_reset_is_revoked_when_its_ranks_are_done(h: Harness) -> None:
