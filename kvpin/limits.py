@@ -77,6 +77,7 @@ RECONNECT_MS_MIN = 50  # first pause between connection attempts; doubles up to 
 CLOSE_WAIT_MS = 200  # for the answer to Bye; a client that leaves without is found out by its silence
 CLOCK_MARGIN_MS = 5  # two processes round the same clock to whole milliseconds, one of them a little late
 PIPELINED_BATCHES_MAX = 64  # messages of one long call under way at a time
+PREFAULT_BACKGROUND_BYTES = 16 << 20  # a few ms each, in which the memory can't be given up
 PUT_MARGIN_SHARE = 0.25  # of the put timeout, where PUT_MARGIN_MS would be more
 
 # --- embedded master ------------------------------------------------------------------------------------------------

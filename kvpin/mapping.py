@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from kvpin.prefault import Prefault
 from kvpin.protocol import SegmentInfo
 from kvpin.segment import Segment
 
@@ -13,6 +14,7 @@ class Mapping:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._segment: Segment | None = None
+        self._prefault: Prefault | None = None
 
     def views(self, info: SegmentInfo, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """The bytes of some ranges; an empty one where the offset is negative.
@@ -34,9 +36,13 @@ class Mapping:
         if self._segment is None or (self._segment.path, self._segment.epoch) != (info.path, info.epoch):
             self._drop()
             self._segment = Segment.attach(info.path, info.epoch)
+            self._prefault = Prefault(self._segment.view(0, self._segment.size_bytes))
         return self._segment
 
     def _drop(self) -> None:
+        if self._prefault is not None:
+            self._prefault.stop()
+            self._prefault = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
