@@ -152,8 +152,10 @@ class BaseClient:
         return io
 
     def forget_io(self) -> None:
-        """For a forked child: what was there is the parent's."""
-        self._lock = threading.Lock()  # somebody may have held the parent's
+        """For a forked child: what was there is the parent's, and whatever lock it has may be held for ever."""
+        self._finalizer.detach()
+        self._lock = threading.Lock()
+        self._counters.renew_lock()
         self._io = None
 
 

@@ -6,8 +6,12 @@ from collections import defaultdict
 
 class Counters:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._values: defaultdict[str, int] = defaultdict(int)
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """For a forked child: a thread that it doesn't have may have held the lock."""
+        self._lock = threading.Lock()
 
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:  # reading, adding and writing back isn't one step for the interpreter

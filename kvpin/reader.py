@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvpin.calls import expect
 from kvpin.connection import Connection
 from kvpin.copying import copy_bytes, flat
+from kvpin.errors import Unavailable
 from kvpin.guarantee import Guarantee
 from kvpin.limits import BATCH_KEYS_MAX, CLOCK_MARGIN_MS
 from kvpin.mapping import Mapping
@@ -87,6 +88,8 @@ class Reader:
                 if replicas.offsets[index] < 0:
                     continue
                 take(index, view)
+                if connection.closing:  # Bye ends the lease
+                    raise Unavailable("the client was closed during the copy")
                 if self._clock() >= deadline_s:
                     connection.counters.add("leases_expired")
                     connection.warn("lease_expired", f"copying took longer than the lease of {replicas.lease_ms} ms")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpin.client import Client, PutOutcome, PutResult
-from kvpin.errors import ProtocolError
+from kvpin.errors import ProtocolError, Unavailable
 from kvpin.keys import named_prefix_id
 from kvpin.limits import BATCH_KEYS_MAX, GIL_KEPT_BYTES_MAX, PAGE_BYTES
 from kvpin.protocol import EndStatus, ExpireMode, Grant, PutEnd, PutItem, PutStart
@@ -262,6 +262,21 @@ def test_a_copy_that_outlives_its_lease_is_a_miss(
     late._live().reader._copy = SlowCopy(reuse)
     assert read(late) is None
     assert late.counters["leases_expired"] == 1
+
+
+def test_a_client_closed_during_a_copy_gives_no_bytes(client: Client, make_client: Callable[..., Client]) -> None:
+    """Its farewell ends the lease, and the range gets another object."""
+    other = make_client(address=client.config.address)
+    other.put("key", b"2" * PAGE_BYTES)
+
+    def close_and_reuse() -> None:
+        client.close()
+        wait_until(lambda: other.stats()["leases"] == 0, "the lease is over")
+        other.put("key", b"X" * PAGE_BYTES, replace=True)
+
+    client._live().reader._copy = SlowCopy(close_and_reuse)
+    with pytest.raises(Unavailable, match="closed during the copy"):
+        read_one(client)
 
 
 def test_the_lease_counts_from_when_it_was_asked_for(client: Client) -> None:

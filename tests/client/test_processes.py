@@ -68,6 +68,29 @@ def test_a_forked_child_has_a_connection_of_its_own(master: MasterProcess, make_
     assert client.counters["sessions"] == 1
 
 
+def test_a_fork_may_come_while_other_threads_hold_the_clients_locks(
+    master: MasterProcess, make_client: Callable[..., Client]
+) -> None:
+    client = make_client(address=master.address, call_timeout_ms=20_000)
+    client.put("key", b"data")
+    finalizer = client._finalizer  # called at the child's exit too, if it's alive there
+    read_fd, write_fd = os.pipe()
+    with client._lock, client._counters._lock, client._live().mapping._lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(20)
+                finalizer()
+                os.write(write_fd, client.get("key") or b"missed")
+            finally:
+                os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as answer:
+        assert answer.read() == b"data"
+    assert os.waitpid(child, 0)[1] == 0
+    assert client.get("key") == b"data"
+
+
 def test_a_hung_process_does_not_keep_others_waiting(master: MasterProcess, make_client: Callable[..., Client]) -> None:
     client = make_client(address=master.address, call_timeout_ms=20_000)
     writer = spawn("race", master.address, "A", "1")
