@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import Engine, Prompt, engine, outputs, tokens
+from engine import DEFAULT_DEADLINES, Engine, Prompt, engine, outputs, tokens
 
 from kvpin.limits import STEP_STORE_WAITS
 from kvpin.vllm_connector import metrics
@@ -19,7 +19,7 @@ SCHEDULING_NOISE_S = 0.2
 
 @pytest.fixture(scope="module")
 def e(model: Path, master: MasterProcess) -> Iterator[Engine]:
-    with engine(model) as running:
+    with engine(model, extra=DEFAULT_DEADLINES) as running:
         assert running.manager.client.wait_ready(5000)
         yield running
 
@@ -65,13 +65,17 @@ def under_load(e: Engine, name: str, break_it: Callable[[], None]) -> tuple[list
 
 
 def recovered(e: Engine, name: str) -> bool:
-    """Hits are back: something new is stored, and loaded again."""
-    assert e.manager.client.wait_ready(10_000)
-    prompt = Prompt(tokens(name, 100))
-    cold = outputs(e.ask(prompt))
-    e.forget_l1()
-    (answer,) = e.ask(prompt)
-    return [answer.ids] == cold and answer.cached_tokens == 96
+    """Hits are back: something new is stored, and loaded again. On a busy machine a deadline may pass now and then."""
+    for attempt in range(10):
+        assert e.manager.client.wait_ready(10_000)
+        prompt = Prompt(tokens(f"{name} {attempt}", 100))
+        cold = outputs(e.ask(prompt))
+        e.forget_l1()
+        (answer,) = e.ask(prompt)
+        assert [answer.ids] == cold
+        if answer.cached_tokens == 96:
+            return True
+    return False
 
 
 def bound_s(e: Engine) -> float:

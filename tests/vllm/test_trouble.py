@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from engine import Engine, Prompt, engine, outputs, tokens
+from engine import DEFAULT_DEADLINES, Engine, Prompt, engine, outputs, tokens
 
 from kvpin.vllm_connector import metrics
 from tests.support.master import MasterProcess
@@ -90,7 +90,7 @@ class Trouble:
 def test_whatever_happens_outputs_are_right_and_nothing_is_left(model: Path, master: MasterProcess) -> None:
     with engine(model, kvpin=False, max_model_len=512) as plain:
         expected = outputs(plain.ask(*prompts()))
-    with engine(model, extra={"offload_prompt_only": False}, **TINY) as tiny:
+    with engine(model, extra={**DEFAULT_DEADLINES, "offload_prompt_only": False}, **TINY) as tiny:
         assert tiny.manager.client.wait_ready(5000)
         trouble = Trouble(tiny, master, expected)
         try:
