@@ -10,12 +10,12 @@ import msgspec
 
 from kvpin import io_thread
 from kvpin.calls import PendingCall
-from kvpin.config import ClientConfig, client_config, pool_address
+from kvpin.config import ClientConfig, check_address, client_config, pool_address
 from kvpin.connection import Connection
 from kvpin.counters import Counters
 from kvpin.embedded import EmbeddedMaster
 from kvpin.errors import ConfigError
-from kvpin.limits import CLOSE_WAIT_MS, IPC_PATH_BYTES_MAX, NAME_BYTES_MAX
+from kvpin.limits import CLOSE_WAIT_MS, NAME_BYTES_MAX
 from kvpin.mapping import Mapping
 from kvpin.processes import pid_namespace
 from kvpin.protocol import PROTOCOL_VERSION, Hello, ReplyBody, RequestBody, SegmentInfo
@@ -160,12 +160,10 @@ class BaseClient:
 
 
 def _checked(address: str) -> str:
-    scheme, _, rest = address.partition("://")
-    if scheme not in ("ipc", "tcp") or not rest:
-        raise ConfigError(f"address = {address!r}: give ipc:///path/of.sock or tcp://host:port")
-    if scheme == "ipc" and len(rest.encode()) > IPC_PATH_BYTES_MAX:
-        raise ConfigError(f"address = {address!r}: a socket's path has at most {IPC_PATH_BYTES_MAX} bytes")
-    return address
+    try:
+        return check_address(address)
+    except ConfigError as error:
+        raise ConfigError(f"address = {error}") from error
 
 
 def _restart_after_fork() -> None:

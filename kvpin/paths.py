@@ -51,7 +51,9 @@ def check_address(address: str) -> str:
         if not path.startswith("/"):
             raise ConfigError(f"{address!r}: give an absolute path, as in ipc:///run/user/1000/kvpin/default.sock")
         if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
-            raise ConfigError(f"{address!r}: the path is longer than the {IPC_PATH_BYTES_MAX} bytes of a socket's")
+            raise ConfigError(
+                f"{address!r}: a socket's path has at most {IPC_PATH_BYTES_MAX} bytes; give a shorter one"
+            )
         return address
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
     if address.startswith("tcp://") and host and colon and (port == "*" or (port.isdigit() and int(port) < 1 << 16)):

@@ -103,15 +103,27 @@ def test_threads_do_not_pile_up_behind_a_hung_master(master: MasterProcess, make
 
 
 @pytest.mark.parametrize(
-    "address", ["", "nowhere", "http://x", "ipc://", "udp://127.0.0.1:1", "ipc:///" + "x" * 120, "tcp://127.0.0.1"]
+    "address",
+    [
+        "",
+        "nowhere",
+        "http://x",
+        "ipc://",
+        "udp://127.0.0.1:1",
+        "ipc:///" + "x" * 120,
+        "tcp://127.0.0.1",
+        "ipc://relative",
+    ],
 )
 def test_an_address_that_is_none_says_so(make_client: Callable[..., Client], address: str) -> None:
-    def use() -> None:
-        client = make_client(address=address)
-        client.stats()
+    with pytest.raises(ConfigError, match=r"^address = .* give "):
+        make_client(address=address)
 
-    with pytest.raises(ConfigError, match="address = "):
-        use()
+
+def test_an_address_that_only_zeromq_finds_wrong_says_so(make_client: Callable[..., Client]) -> None:
+    client = make_client(address="tcp://no such host:1", connect_timeout_ms=10_000)
+    with pytest.raises(ConfigError, match=r"address = .* ZeroMQ can't connect"):
+        client.stats()
 
 
 def test_another_master_version_is_a_clear_error(
