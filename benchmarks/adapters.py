@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from cases import SLOTS
+from cases import slots
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -29,8 +28,7 @@ class Adapter(Protocol):
 
 
 def plain_buffers(size_bytes: int) -> list[Buffer]:
-    whole = np.ones(SLOTS * size_bytes, dtype=np.uint8)
-    return list(whole.reshape(SLOTS, size_bytes))
+    return list(np.ones((slots(size_bytes), size_bytes), dtype=np.uint8))
 
 
 class Kvpin:
@@ -79,16 +77,15 @@ class Mooncake:
             "127.0.0.1", "P2PHANDSHAKE", options["segment_bytes"], 512 << 20, "tcp", "", options["address"]
         )
         check(code == 0, f"setup: {code}")
-        self._registered: list[Buffer] = []
+        self._buffers: list[Buffer] = []
 
     def buffers(self, size_bytes: int) -> list[Buffer]:
-        for whole in self._registered:
-            self._store.unregister_buffer(whole.ctypes.data)
-        buffers = plain_buffers(size_bytes)
-        whole = buffers[0].base
-        check(self._store.register_buffer(buffers[0].ctypes.data, SLOTS * size_bytes) == 0, "register_buffer")
-        self._registered = [np.asarray(whole).reshape(-1)]
-        return buffers
+        if self._buffers:
+            self._store.unregister_buffer(self._buffers[0].ctypes.data)
+        self._buffers = plain_buffers(size_bytes)
+        whole_bytes = len(self._buffers) * size_bytes
+        check(self._store.register_buffer(self._buffers[0].ctypes.data, whole_bytes) == 0, "register_buffer")
+        return self._buffers
 
     def keys(self, numbers: Sequence[int]) -> list[str]:
         return [f"{number:076d}" for number in numbers]

@@ -53,7 +53,9 @@ def main() -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count, of each case and system")
-    parser.add_argument("--only", action="append", metavar="TEXT", help="cases whose name contains TEXT; may be repeated")
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="cases whose name contains TEXT; may be repeated"
+    )
     parser.add_argument("--mooncake", type=Path, metavar="PYTHON", help="python of benchmarks/make_mooncake_venv.sh")
     parser.add_argument("--output", type=Path, default=Path("build/bench.json"))
     arguments = parser.parse_args(words)
@@ -109,7 +111,11 @@ def summary(case: Case, seconds: dict[str, list[float]]) -> dict[str, Any]:
 
 def machine() -> dict[str, object]:
     model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.machine(),
     )
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -124,16 +130,24 @@ def machine() -> dict[str, object]:
 
 def show(cases: list[dict[str, Any]]) -> None:
     names = sorted({name for case in cases for name in case["systems"]}, key=["kvpin", "memcpy", "mooncake"].index)
-    shown = Table("case", *(f"{name} p50 / p99 us" for name in names), *(f"{name} rate" for name in names))
-    for name in names[1:]:
-        shown.add_column(f"{name} / kvpin")
+    shown = Table("case", title="p50 / p99 in us · rate at p50 · time relative to kvpin")
+    for name in names:
+        shown.add_column(name, justify="right", no_wrap=True)
     for case in cases:
-        systems = case["systems"]
-        times = [f"{systems[n]['p50_us']:.0f} / {systems[n]['p99_us']:.0f}" if n in systems else "" for n in names]
-        rates = [rate(systems[n]) if n in systems else "" for n in names]
-        ratios = [f"{case['time_relative_to_kvpin'][n]:.2f}" if n in systems else "" for n in names[1:]]
-        shown.add_row(case["case"], *times, *rates, *ratios)
-    Console().print(shown)
+        shown.add_row(case["case"], *(cell(case, name) for name in names))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(shown)
+
+
+def cell(case: dict[str, Any], name: str) -> str:
+    system = case["systems"].get(name)
+    if system is None:
+        return ""
+    text = f"{system['p50_us']:.0f} / {system['p99_us']:.0f} · {rate(system)}"
+    ratio = case["time_relative_to_kvpin"].get(name)
+    return text if ratio is None else f"{text} · {ratio:.2f}x"
 
 
 def rate(system: dict[str, Any]) -> str:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 KIB = 1 << 10
 MIB = 1 << 20
 SMALL_BYTES = 4 * KIB  # of objects that only their keys matter of
-SLOTS = 32  # buffers that a process copies from and to in turn; the largest batch
 ROUND_BYTES_MAX = 512 * MIB  # written in one round: half of the pool
 ROUND_CALLS_MAX = 200
 
@@ -49,6 +48,11 @@ def all_cases() -> list[Case]:
         for keys in (1, 128, 1024)
     ]
     return cases
+
+
+def slots(size_bytes: int) -> int:
+    """How many buffers a process copies from and to in turn: as many as the largest batch that moves bytes."""
+    return 128 if size_bytes <= SMALL_BYTES else 32
 
 
 def _calls(bytes_a_call: int) -> int:

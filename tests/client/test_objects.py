@@ -4,12 +4,13 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpin.client import Client, PutOutcome, PutResult
-from kvpin.errors import ProtocolError, Unavailable
+from kvpin.errors import ProtocolError, SegmentError, Unavailable
 from kvpin.keys import named_prefix_id
 from kvpin.limits import BATCH_KEYS_MAX, GIL_KEPT_BYTES_MAX, PAGE_BYTES
 from kvpin.protocol import EndStatus, ExpireMode, Grant, PutEnd, PutItem, PutStart
@@ -330,3 +331,43 @@ def test_requests_of_the_protocol(client: Client) -> None:
     client.call(PutEnd([b"key"]), timeout_ms=5000)
     assert client.get("key") == b"hello"
     assert client.put_timeout_ms > 0
+
+
+# --- the mapping -----------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_mapped_in_the_background(client: Client) -> None:
+    """So that the first copy to each page is as fast as the next."""
+    client.put("key", b"data")
+    segment = client.segment
+    assert segment is not None
+    wait_until(lambda: resident_kib(segment.path) >= segment.size_bytes // 1024, "all of the pool is in the page table")
+
+
+def resident_kib(path: str) -> int:
+    """How much of a file this process has in its page table."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    mapped = 0
+    for line in lines:
+        if line.endswith(path):
+            mapped += next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
+    return mapped
+
+
+def test_a_segment_that_cannot_be_mapped_leaves_nothing_half_done(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise SegmentError("no memory for the mapping")
+
+    monkeypatch.setattr("kvpin.mapping.Segment.attach", fail)
+    with pytest.raises(SegmentError):
+        client.put("key", b"data")
+    wait_until(lambda: client.stats()["puts_revoked"] == 1, "the put is revoked")
+    monkeypatch.undo()
+    assert client.put("key", b"data") == STORED
+    monkeypatch.setattr("kvpin.mapping.Segment.attach", fail)
+    client._live().mapping.close()
+    with pytest.raises(SegmentError):
+        client.get("key")
+    wait_until(lambda: client.stats()["leases"] == 0, "the lease is released")
