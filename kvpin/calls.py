@@ -20,7 +20,7 @@ class Line(Protocol):
     def give_up(self, call: "PendingCall") -> None:
         """The caller has abandoned the call: if an answer comes, or is there, undo what it granted."""
 
-    def trip(self, why: str) -> None:
+    def timed_out(self, why: str) -> None:
         """A call wasn't answered in time: open the breaker."""
 
 
@@ -75,7 +75,7 @@ class PendingCall:
         if reply is None:
             self.abandon()
             what = f"no answer to {type(self.body).__name__} within {timeout_ms:g} ms"
-            self._line.trip(what)
+            self._line.timed_out(what)
             raise CallTimeout(what)
         return reply
 
@@ -84,7 +84,7 @@ class PendingCall:
 
         Nothing happens if the answer has been taken already. Callbacks of an abandoned call are not called.
         """
-        if not self.taken and not self.abandoned:
+        if not self.taken and not self.abandoned and self._error is None:
             self.abandoned = True
             self._line.give_up(self)
 

@@ -31,12 +31,16 @@ logger = logging.getLogger(__name__)
 
 
 class Outgoing(msgspec.Struct, frozen=True):
-    """An encoded request on its way to the I/O thread. It counts only in the session that it was made for."""
+    """An encoded request on its way to the I/O thread. It counts only in the session that it was made for.
+
+    `send_by_s` (time.monotonic): later it must not be sent.
+    """
 
     request_id: int
     session: Session
     frame: bytes
     call: PendingCall
+    send_by_s: float
 
 
 Work: TypeAlias = Outgoing | PendingCall
@@ -72,8 +76,12 @@ class Connection:
     def ready(self) -> bool:
         return self.session is not None and not self.tripped
 
-    def submit(self, body: RequestBody, only_in: Session | None = None) -> PendingCall:
-        """Hand a request over. If it can't be sent the call has failed already. `only_in`: it makes no sense later."""
+    def submit(self, body: RequestBody, only_in: Session | None = None, send_by_s: float = float("inf")) -> PendingCall:
+        """Hand a request over. If it can't be sent the call has failed already.
+
+        It makes no sense after the session `only_in`, or after `send_by_s`. The I/O thread looks at both when it sends:
+        what other threads hand over meanwhile can't overtake it then.
+        """
         session = self.session
         call = PendingCall(body, self, time.monotonic(), session)
         self.counters.add("calls")
@@ -86,7 +94,7 @@ class Connection:
         request_id, frame = self.frame(session, body)
         if len(frame) > FRAME_BYTES_MAX:
             return self._failed(call, ProtocolError(f"a message of {len(frame)} bytes: send smaller batches"))
-        self._hand_over(Outgoing(request_id, session, frame, call))
+        self._hand_over(Outgoing(request_id, session, frame, call, send_by_s))
         return call
 
     def release(self, lease_id: int) -> None:
@@ -120,17 +128,21 @@ class Connection:
         if self.refusal is None:
             self._hand_over(call)
 
+    def timed_out(self, why: str) -> None:
+        self.counters.add("timeouts")
+        self.trip(why)
+
+    # --- for the I/O thread -----------------------------------------------------------------------------------------
+
     def trip(self, why: str) -> None:
+        """Open the breaker."""
         with self._changed:
-            self.counters.add("timeouts")
             if self.tripped or self.session is None:
                 return
             self.tripped = True
             self.counters.add("breaker_opens")
         self.warn("breaker_opened", why)
         self.waker.wake()
-
-    # --- for the I/O thread -----------------------------------------------------------------------------------------
 
     def frame(self, session: Session | None, body: RequestBody) -> tuple[int, bytes]:
         """A request's id and its message. Released leases ride along."""
@@ -150,7 +162,8 @@ class Connection:
         with self._changed:
             self.tripped = False
             self._changed.notify_all()
-        logger.info("event=breaker_closed address=%s", self.address)
+        if self._throttle.admit("breaker_closed") is not None:
+            logger.info("event=breaker_closed address=%s", self.address)
 
     def refuse(self, error: KvpinError) -> None:
         """From now on every call fails with this error."""

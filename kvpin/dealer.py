@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import os
+import weakref
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -26,25 +27,25 @@ class Link(enum.Enum):
 
 
 class Waker:
-    """Wakes a thread that waits in `Dealer.wait`. Any thread may call it, at any time."""
+    """Wakes a thread that waits in `Dealer.wait`. Any thread may call it, at any time.
+
+    Its descriptor is closed when nobody has the waker any more: closed earlier, its number could be another file's
+    when a late call writes to it.
+    """
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
 
     def fileno(self) -> int:
         return self._fd
 
     def wake(self) -> None:
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
 
 
 class Dealer:

@@ -1,12 +1,15 @@
 """Several client processes and one master: they share, they race, they die, they fork."""
 
+import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
 from kvpin.client import Client, PutResult
+from kvpin.config import ClientConfig
 from tests.client.writers import SIZE_BYTES, spawn
 from tests.support.master import MasterProcess, wait_until
 
@@ -104,3 +107,19 @@ def test_a_hung_process_does_not_keep_others_waiting(master: MasterProcess, make
     finally:
         writer.send_signal(signal.SIGCONT)
         writer.communicate("go\n", timeout=30)
+
+
+def test_clients_that_come_and_go_leave_nothing_open(master: MasterProcess, make_client: Callable[..., Client]) -> None:
+    def come_and_go() -> None:
+        with Client(config=ClientConfig(address=master.address, call_timeout_ms=20_000)) as client:
+            client.put("key", b"data")
+            assert client.get("key") == b"data"
+
+    come_and_go()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(20):
+        come_and_go()
+    gc.collect()
+    wait_until(lambda: threading.active_count() <= before[1], "all threads have ended")
+    assert len(os.listdir("/proc/self/fd")) <= before[0]
