@@ -151,7 +151,9 @@ class IoThread:
                 self._calls.fail(item.call, self._session_over())
             elif not item.call.abandoned:
                 now_s = time.monotonic()
-                if self._dealer.send(item.frame):
+                if now_s >= item.send_by_s:
+                    self._calls.fail(item.call, Unavailable("it could not be sent in time"))
+                elif self._dealer.send(item.frame):
                     self._calls.add(item.request_id, item.call)
                     self._sent(now_s)
                 else:

@@ -19,7 +19,6 @@ from kvpin.guarantee import Guarantee
 from kvpin.limits import PIPELINED_BATCHES_MAX, PUT_MARGIN_MS, PUT_MARGIN_SHARE
 from kvpin.mapping import Mapping
 from kvpin.protocol import Ended, EndStatus, Grant, Mark, PutEnd, PutItem, PutRevoke, PutStart, PutStarted, PutStatus
-from kvpin.session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -92,7 +91,7 @@ class _Batch:
         if not self.written:
             return
         if self.writer.fill(self.start, [(self.sources[index], started.offsets[index]) for index in self.written]):
-            self.end = connection.submit(PutEnd([self.keys[index] for index in self.written]), self.start.session)
+            self.end = self._send(PutEnd)
         else:
             connection.counters.add("puts_late", len(self.written))
             self._lost(self.written)
@@ -114,8 +113,11 @@ class _Batch:
         """Another batch failed, or this one: leave nothing half done."""
         self.start.abandon()
         if self.end is None and self.written:
-            keys = [self.keys[index] for index in self.written]
-            self.writer.connection.submit(PutRevoke(keys), self.start.session)
+            self._send(PutRevoke)
+
+    def _send(self, body: type[PutEnd] | type[PutRevoke]) -> PendingCall:
+        keys = [self.keys[index] for index in self.written]
+        return self.writer.connection.submit(body(keys), self.start.session, _deadline_s(self.start))
 
     def _lost(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -161,7 +163,7 @@ class Writer:
         """Copy each source to its offset. False if that took too long to be ended safely."""
         session = start.session
         assert session is not None  # it was answered
-        deadline_s = start.sent_s + _writing_s(session)
+        deadline_s = _deadline_s(start)
         sizes = [source.nbytes for source, _ in ranges]
         targets = self._mapping.views(session.welcome.segment, [offset for _, offset in ranges], sizes)
         for target, (source, _) in zip(targets, ranges, strict=True):
@@ -178,7 +180,8 @@ class Writer:
         return _Batch(self, keys, sources, self.connection.submit(body))
 
 
-def _writing_s(session: Session) -> float:
-    """How long after put_start was sent a put_end may still be sent."""
-    timeout_ms = session.welcome.put_timeout_ms
-    return (timeout_ms - min(PUT_MARGIN_MS, timeout_ms * PUT_MARGIN_SHARE)) / 1000
+def _deadline_s(start: PendingCall) -> float:
+    """Until when a put_end or put_revoke may be sent: later the key may be in another put, of another thread here."""
+    assert start.session is not None  # it was answered
+    timeout_ms = start.session.welcome.put_timeout_ms
+    return start.sent_s + (timeout_ms - min(PUT_MARGIN_MS, timeout_ms * PUT_MARGIN_SHARE)) / 1000

@@ -368,6 +368,30 @@ def test_put_end_is_not_sent_into_another_session(scripted: ScriptedMaster, welc
         io.connection.submit(PutEnd([b"a"]), session).poll()
 
 
+def test_what_is_late_in_the_io_thread_is_not_sent(scripted: ScriptedMaster, welcomed: Client) -> None:
+    """A put_end that was handed over in time could hit a newer put of another thread by the time it's sent."""
+    connection = welcomed._live().connection
+    busy, go_on = threading.Event(), threading.Event()
+
+    def keep_io_thread(_: PendingCall) -> None:
+        busy.set()
+        go_on.wait(ANSWER_MS / 1000)
+
+    first = welcomed.submit(Stats())
+    first.add_done_callback(keep_io_thread)
+    scripted.answer(scripted.expect(Stats)[0], StatsReply({}))
+    assert busy.wait(ANSWER_MS / 1000)
+    send_by_s = time.monotonic() + 0.02
+    late = connection.submit(PutEnd([b"a"]), connection.session, send_by_s)
+    in_time = connection.submit(Exists([b"a"]), connection.session, send_by_s + ANSWER_MS / 1000)
+    wait_until(lambda: time.monotonic() > send_by_s, "it is late")
+    go_on.set()
+    with pytest.raises(Unavailable, match="not be sent in time"):
+        late.wait(ANSWER_MS)
+    scripted.answer(scripted.expect(Exists)[0], Found([True]))
+    assert in_time.wait(ANSWER_MS) == Found([True])
+
+
 @pytest.mark.parametrize("code", [ErrorCode.VERSION, ErrorCode.BAD_REQUEST])
 def test_a_refused_hello_is_final(
     scripted: ScriptedMaster, make_client: Callable[..., Client], code: ErrorCode
