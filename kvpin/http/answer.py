@@ -94,7 +94,8 @@ class Answer:
         lines = event.split(b"\n")
         for index, line in enumerate(lines):
             if line.startswith(b"data:") and _USAGE in line:
-                lines[index] = b"data: " + self._completed(line[5:].strip(), outcome)
+                data = line[5:].strip()
+                lines[index] = line.replace(data, self._completed(data, outcome))
         return b"\n".join(lines)
 
     def _completed(self, text: bytes, outcome: Outcome) -> bytes:
@@ -106,6 +107,8 @@ class Answer:
             if not complete_answer(self._dialect, answer, outcome.written):
                 return text
             return json.dumps(answer, separators=(",", ":"), ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            return text  # no JSON, or not Unicode: the engine's own affair
         except Exception:
             self._service.fault("usage")
             return text
