@@ -11,9 +11,9 @@ BATCH_KEYS_MAX = 8192  # one call stays below ~50 ms in the owner thread, so hea
 KEY_BYTES_MAX = 256  # cache id + 16 bytes fingerprint + 32 bytes hash + group, with room; LMDB allows 511
 OBJECT_BYTES_MAX = 1 << 30  # one object; a block of a large model is a few MiB
 MARKS_MAX = 8  # cache_control allows 4 breakpoints a request; twice that for other dialects
-LABEL_BYTES_MAX = 200
-NAME_BYTES_MAX = 100
-REPORT_BYTES_MAX = 32
+LABEL_BYTES_MAX = 200  # a label is for people; each prefix record keeps one
+NAME_BYTES_MAX = 100  # of clients, tenants and caches: they stand in logs and tables
+REPORT_BYTES_MAX = 32  # a token that nobody guesses needs 16
 LIST_LIMIT_MAX = 1000  # prefixes in one page of an answer
 SEND_QUEUE_MAX = 4096  # ZMQ high-water mark in messages, each way
 CLIENT_QUEUE_MAX = 256  # the same in the master, for each client: with 64 batches under way nobody gets near it
@@ -22,14 +22,14 @@ HOUSEKEEPING_MS = 1000  # how often the master looks for dead and silent clients
 LOG_PERIOD_S = 5.0  # a fault that a client can repeat at will is logged once in this time
 
 # --- sessions -------------------------------------------------------------------------------------------------------
-CLIENTS_MAX = 1024
+CLIENTS_MAX = 1024  # processes of one host, with room; each may queue CLIENT_QUEUE_MAX messages
 DEPARTED_MAX = 4096  # clients gone whose writer's death is still watched for
-HEARTBEAT_MS = 1000
+HEARTBEAT_MS = 1000  # many within a session timeout, and next to nothing for the master
 SOCKET_HEARTBEAT_MS = 5000  # of ZeroMQ itself: finds half-open connections; answered even by a busy interpreter
 SESSION_TIMEOUT_MS = 15_000  # a busy interpreter may be silent for seconds: be slow to declare a client gone
 SESSION_TIMEOUT_MS_MIN = 100  # a shorter one would part with clients that are only late
 REPLIES_KEPT_PER_CLIENT = 64  # answers kept to repeat for a repeated request id
-LEASES_MAX_PER_CLIENT = 4096
+LEASES_MAX_PER_CLIENT = 4096  # one a lookup: more than an engine has requests in its queue
 WRITES_MAX_PER_CLIENT = 65_536  # objects being written at once
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ PUT_MARGIN_SHARE = 0.25  # of the put timeout, where PUT_MARGIN_MS would be more
 EMBEDDED_IDLE_S = 300  # an engine that is restarted finds its cache again; then the memory goes back
 EMBEDDED_START_S = 120  # making a pool of tens of GiB takes a minute; then something is said
 EMBEDDED_RETRY_S_MIN = 1  # after a start that failed; doubles
-EMBEDDED_RETRY_S_MAX = 60
+EMBEDDED_RETRY_S_MAX = 60  # whoever has mended the cause waits no longer than this
 EMBEDDED_LOG_BYTES_MAX = 16 << 20  # a longer log is begun anew at the next start
 LOG_TAIL_BYTES = 2000  # of the log, shown when a start has failed
 
