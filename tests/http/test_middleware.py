@@ -309,9 +309,7 @@ def test_an_answer_of_another_type_is_left_alone() -> None:
     assert exchange.body == b"ab"
 
 
-@pytest.mark.parametrize(
-    "answer", [b"", b"no json", b"[]", b'{"usage": null}', b'{"usage": 3}', b'{"usage": {}}', b"{"]
-)
+@pytest.mark.parametrize("answer", [b"", b"{", b"[]", b'{"usage": null}', b'{"usage": 3}', b'{"usage": {}}'])
 def test_a_malformed_answer_is_left_alone(answer: bytes) -> None:
     exchange = Front().ask(chat(), app=lambda exchange: App(exchange, [answer]))
     assert exchange.body == answer
