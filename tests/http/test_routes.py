@@ -1,6 +1,6 @@
 """The operator's routes against a real master, with an engine that only renders."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from kvpin.http.settings import HttpConfig
 from kvpin.keys import prefix_ids
 from kvpin.protocol import Mark, PutEnd, PutItem, PutStart, PutStarted
 from tests.http.fake_engine import TOKENIZER, FakeEngine
-from tests.http.support import KEY, MARK, SYSTEM
+from tests.http.support import KEY, MARK, SYSTEM, ScriptedClient, gone
 from tests.support.master import MasterProcess
 
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where is parcel twelve? " * 8}]
@@ -24,10 +24,9 @@ BLOCK_BYTES = 4096
 
 
 class Deployment:
-    """The routes in an application, and the master behind them."""
+    """The routes in an application, and a client of the master behind them."""
 
-    def __init__(self, master: MasterProcess, client: Client) -> None:
-        self.master = master
+    def __init__(self, client: Any) -> None:
         self.client = client
         self.engine = FakeEngine()
         self.service: Service | None = Service(HttpConfig(ttl_max_ms=3_600_000), self.engine, client, KEY)
@@ -59,11 +58,10 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(make_master: Callable[..., MasterProcess]) -> Iterator[Deployment]:
-    master = make_master()
+def deployment(master: MasterProcess) -> Iterator[Deployment]:
     with Client(master.address, name="http-test", writer=False) as client:
         assert client.wait_ready(10_000)
-        yield Deployment(master, client)
+        yield Deployment(client)
 
 
 def error(response: httpx.Response) -> str:
@@ -155,9 +153,9 @@ def test_mode_delete_removes_the_objects(deployment: Deployment) -> None:
     ],
     ids=lambda value: repr(value)[:50],
 )
-def test_bad_input_gets_a_clear_400(deployment: Deployment, body: Any, part: str) -> None:
+def test_bad_input_gets_a_clear_400(body: Any, part: str) -> None:
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-    response = deployment.http.post("/v1/cache/evict", **sent)
+    response = Deployment(ScriptedClient(gone)).http.post("/v1/cache/evict", **sent)
     assert response.status_code == 400
     assert part in error(response)
 
@@ -182,8 +180,8 @@ def test_prefixes_are_listed_page_by_page(deployment: Deployment) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "after=zz", "id=1"])
-def test_a_bad_query_gets_a_400(deployment: Deployment, query: str) -> None:
-    assert deployment.http.get(f"/v1/cache/prefixes?{query}").status_code == 400
+def test_a_bad_query_gets_a_400(query: str) -> None:
+    assert Deployment(ScriptedClient(gone)).http.get(f"/v1/cache/prefixes?{query}").status_code == 400
 
 
 def test_renew(deployment: Deployment) -> None:
@@ -204,25 +202,26 @@ def test_renewing_what_is_not_there_or_not_allowed(deployment: Deployment) -> No
     assert renew("00" * 16, "soon").status_code == 400
 
 
-def test_status(deployment: Deployment) -> None:
+def test_status(deployment: Deployment, master: MasterProcess) -> None:
     shown = deployment.http.get("/v1/cache/status").json()
     assert shown["connected"] is True
     assert shown["epoch"] == deployment.client.epoch
     assert shown["config"] == {"strict": False, "ttl_max_ms": 3_600_000, "label": ""}
     assert shown["master"]["objects"] == 0
-
-
-def test_without_a_master_routes_say_what_to_do(deployment: Deployment) -> None:
-    deployment.master.kill()
-    response = deployment.evict(label="x")
-    assert response.status_code == 503
-    assert "kvpin status" in error(response)
+    master.kill()
     shown = deployment.http.get("/v1/cache/status").json()
     assert shown["master"] is None
     assert shown["error"]
 
 
-def test_without_a_connector_routes_say_what_to_do(deployment: Deployment) -> None:
+def test_without_a_master_routes_say_what_to_do() -> None:
+    response = Deployment(ScriptedClient(gone)).evict(label="x")
+    assert response.status_code == 503
+    assert "kvpin status" in error(response)
+
+
+def test_without_a_connector_routes_say_what_to_do() -> None:
+    deployment = Deployment(ScriptedClient(gone))
     deployment.service = None
     response = deployment.evict(label="x")
     assert response.status_code == 503
