@@ -28,6 +28,7 @@ def main() -> None:
     cases = [case for case in all_cases() if any(word in case.name for word in arguments.only or [""])]
     if not cases:
         sys.exit(f"no case matches {arguments.only}; there are: {', '.join(case.name for case in all_cases())}")
+    load_before = os.getloadavg()[0]
     systems: list[System] = []
     try:
         systems.append(KvpinSystem(POOL_BYTES))
@@ -40,6 +41,7 @@ def main() -> None:
             system.close()
     report = {
         "machine": machine(),
+        "load_average": {"before": load_before, "after": os.getloadavg()[0]},
         "rounds": arguments.rounds,
         "pool_bytes": POOL_BYTES,
         "cases": [summary(case, measured[case]) for case in cases],
@@ -124,7 +126,6 @@ def machine() -> dict[str, object]:
         "cpus": os.cpu_count(),
         "memory_gib": round(memory_bytes / 1024 / MIB, 1),
         "python": platform.python_version(),
-        "load_average": os.getloadavg(),
     }
 
 
