@@ -24,6 +24,8 @@ CONNECTOR = '{"kv_connector":"KVPinConnector","kv_connector_module_path":"kvpin.
 VLLM_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    "KVPIN_LOOKUP_DEADLINE_MS": "1000",  # patience: master, engine and client share what may be two busy cores
+    "KVPIN_PUT_DEADLINE_MS": "1000",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "TRANSFORMERS_OFFLINE": "1",

@@ -21,6 +21,7 @@ from kvpin.limits import (
     EMBEDDED_RETRY_S_MAX,
     EMBEDDED_RETRY_S_MIN,
     EMBEDDED_START_S,
+    EMBEDDED_TAKEOVER_S,
     LOG_TAIL_BYTES,
 )
 
@@ -59,6 +60,13 @@ class EmbeddedMaster:
                 self._start(now_s)
             except (OSError, KvpinError) as error:
                 self._failed(f"can't start it: {error}")
+
+    def lost(self, now_s: float) -> None:
+        """The session has ended. A master that somebody else started gets time to be started anew by them: one of ours
+        would take its place, with another pool.
+        """
+        if self._child is None:
+            self._next_try_s = max(self._next_try_s, now_s + EMBEDDED_TAKEOVER_S)
 
     def _start(self, now_s: float) -> None:
         directory = run_dir().absolute()

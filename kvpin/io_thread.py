@@ -251,6 +251,8 @@ class IoThread:
         if self._shared.session is not None:
             self._shared.counters.add("sessions_lost")
             logger.info("event=session_lost address=%s reason=%r", self._shared.address, str(error))
+            if self._embedded is not None:
+                self._embedded.lost(time.monotonic())
         self._shared.set_session(None)
         self._ask_at_s = 0.0
         self._asked_s = 0.0

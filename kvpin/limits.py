@@ -83,6 +83,7 @@ PUT_MARGIN_SHARE = 0.25  # of the put timeout, where PUT_MARGIN_MS would be more
 # --- embedded master ------------------------------------------------------------------------------------------------
 EMBEDDED_IDLE_S = 300  # an engine that is restarted finds its cache again; then the memory goes back
 EMBEDDED_START_S = 120  # making a pool of tens of GiB takes a minute; then something is said
+EMBEDDED_TAKEOVER_S = 30  # a supervisor restarts its own master sooner than that
 EMBEDDED_RETRY_S_MIN = 1  # after a start that failed; doubles
 EMBEDDED_RETRY_S_MAX = 60  # whoever has mended the cause waits no longer than this
 EMBEDDED_LOG_BYTES_MAX = 16 << 20  # a longer log is begun anew at the next start

@@ -11,7 +11,8 @@ import pytest
 
 from kvpin import embedded
 from kvpin.client import Client
-from kvpin.config import pool_address
+from kvpin.config import ClientConfig, pool_address
+from kvpin.counters import Counters
 from kvpin.embedded import is_listening
 from kvpin.errors import Unavailable
 from tests.client.writers import spawn
@@ -88,6 +89,34 @@ def test_a_killed_master_is_replaced(make_client: Callable[..., Client]) -> None
     wait_until(lambda: client.epoch not in (0, epoch), "there's another master")
     assert client.put("key", b"data").readable
     assert client.counters["masters_started"] == 2
+
+
+def test_a_master_of_somebody_else_is_theirs_to_restart(
+    master: MasterProcess, make_client: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(**SMALL)
+    assert client.wait_ready(10_000)
+    tends = []
+    tend = embedded.EmbeddedMaster.tend
+    monkeypatch.setattr(embedded.EmbeddedMaster, "tend", lambda self, now_s: (tends.append(now_s), tend(self, now_s)))
+    master.kill()
+    wait_until(lambda: len(tends) >= 3, "the client has looked for a master")
+    assert "masters_started" not in client.counters
+    master.start()
+    wait_until(lambda: client.ready, "the restarted master is found")
+    assert client.stats()["server_pid"] == master.pid
+    client.close()
+
+
+def test_a_master_that_nobody_restarts_is_replaced(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[float] = []
+    monkeypatch.setattr(embedded.EmbeddedMaster, "_start", lambda self, now_s: started.append(now_s))
+    tended = embedded.EmbeddedMaster(ClientConfig(), pool_address(), Counters())
+    tended.lost(100.0)
+    tended.tend(100.0 + embedded.EMBEDDED_TAKEOVER_S - 1)
+    assert started == []
+    tended.tend(100.0 + embedded.EMBEDDED_TAKEOVER_S)
+    assert started == [100.0 + embedded.EMBEDDED_TAKEOVER_S]
 
 
 def test_a_master_that_cannot_start_is_explained_and_not_tried_in_a_loop(
