@@ -1,6 +1,7 @@
 """Fixtures of all tests: a run directory, and real masters in it."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.master import MasterProcess
+
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and children inherit that: whoever starts the
+# tests so would see masters that don't heed these signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -224,9 +224,8 @@ def test_a_master_that_is_gone_is_not_zero() -> None:
     assert exchange.body == openai_answer()
 
 
-def test_a_silent_master_is_not_waited_for_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpin.http.answer.REPORT_WAIT_MS", 10)
-    front = Front(lambda body: None)
+def test_a_silent_master_is_not_waited_for_longer_than_the_deadline() -> None:
+    front = Front(lambda body: None, report_wait_ms=10)
     assert front.ask(chat()).headers["x-kvpin-status"] == "unknown; reason=unavailable"
     assert front.counters["reports_missing"] == 1
 

@@ -206,7 +206,7 @@ def test_status(deployment: Deployment, master: MasterProcess) -> None:
     shown = deployment.http.get("/v1/cache/status").json()
     assert shown["connected"] is True
     assert shown["epoch"] == deployment.client.epoch
-    assert shown["config"] == {"strict": False, "ttl_max_ms": 3_600_000, "label": ""}
+    assert shown["config"] == {"strict": False, "ttl_max_ms": 3_600_000, "report_wait_ms": 50, "label": ""}
     assert shown["master"]["objects"] == 0
     master.kill()
     shown = deployment.http.get("/v1/cache/status").json()

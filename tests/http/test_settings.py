@@ -22,6 +22,8 @@ def test_all_settings() -> None:
         {"KVPIN_HTTP_TTL_MAX": "forever"},
         {"KVPIN_HTTP_TTL_MAX": "0"},
         {"KVPIN_HTTP_TTL_MAX": "25h"},
+        {"KVPIN_HTTP_REPORT_WAIT_MS": "-1"},
+        {"KVPIN_HTTP_REPORT_WAIT_MS": "10001"},
         {"KVPIN_HTTP_LABEL": "x" * 201},
         {"KVPIN_HTTP_STRIKT": "1"},
     ],

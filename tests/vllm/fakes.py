@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpin.errors import CallTimeout, KvpinError, Unavailable
+from kvpin.errors import CallTimeout, EpochChanged, KvpinError, Unavailable
 from kvpin.protocol import (
     Done,
     Ended,
@@ -42,6 +42,7 @@ class FakeCall:
     body: RequestBody
     answer: Answer
     sent_s: float
+    session: object = None
     abandoned: bool = False
 
     @property
@@ -76,15 +77,18 @@ class FakeClient:
     segment: SegmentInfo | None = field(default_factory=lambda: SegmentInfo("/dev/shm/fake", 1 << 30, EPOCH))
     calls: list[FakeCall] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
+    session: object = field(default_factory=object)
     closed: bool = False
 
     @property
     def epoch(self) -> int:
         return self.segment.epoch if self.segment else 0
 
-    def submit(self, body: RequestBody) -> FakeCall:
+    def submit(self, body: RequestBody, only_in: object = None) -> FakeCall:
+        if only_in is not None and only_in is not self.session:
+            return FakeCall(self.clock, body, EpochChanged("another session"), self.clock.now_s)
         answer = self.master(body) if self.ready else Unavailable("breaker open")
-        self.calls.append(FakeCall(self.clock, body, answer, self.clock.now_s))
+        self.calls.append(FakeCall(self.clock, body, answer, self.clock.now_s, self.session))
         return self.calls[-1]
 
     def call(self, body: RequestBody, timeout_ms: float | None = None) -> ReplyBody:

@@ -369,6 +369,18 @@ def test_a_store_of_another_epoch_touches_nothing(h: Harness) -> None:
     assert h.client.bodies(PutRevoke) == h.client.bodies(PutEnd) == []
 
 
+def test_a_store_of_an_ended_session_does_not_end_a_later_put_of_the_same_keys(h: Harness) -> None:
+    early, late = h.request("early"), h.request("late")
+    h.manager.prepare_store(KEYS, early)
+    h.client.session = object()  # the master took the silent client for gone, and its puts for lost
+    h.store.writing.clear()
+    assert h.manager.prepare_store(KEYS, late).keys_to_store == KEYS
+    h.manager.complete_store(set(KEYS), early)
+    assert h.store.offsets == {}, "bytes that nobody has written yet are visible"
+    h.manager.complete_store(set(KEYS), late)
+    assert len(h.store.offsets) == len(KEYS)
+
+
 def test_ranges_of_a_batch_that_was_answered_before_a_timeout_are_given_back(
     h: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

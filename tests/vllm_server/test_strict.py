@@ -1,4 +1,4 @@
-"""Strict mode, by two API server processes: what hosted APIs refuse is refused, in each dialect's own form."""
+"""Strict mode: what hosted APIs refuse is refused, in each dialect's own form."""
 
 import json
 from collections.abc import Callable
@@ -16,9 +16,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 
 @pytest.fixture(scope="module")
 def server(make_server: Callable[..., Server]) -> Server:
-    return make_server(
-        "--api-server-count=2", KVPIN_HTTP_STRICT="true", KVPIN_HTTP_TTL_MAX="30m", KVPIN_HTTP_LABEL="strict"
-    )
+    return make_server(KVPIN_HTTP_STRICT="true", KVPIN_HTTP_TTL_MAX="30m", KVPIN_HTTP_LABEL="strict")
 
 
 @pytest.mark.parametrize("case", EDGES, ids=lambda case: case["why"])
@@ -39,12 +37,7 @@ def test_openais_form(server: Server) -> None:
     assert "1800 s" in error["message"]
 
 
-def test_both_processes_sign_for_the_same_engine(server: Server) -> None:
-    for number in range(12):  # the kernel spreads new connections over the processes
-        message = {"role": "user", "content": f"{number} {TEXT}", "cache_control": {"type": "ephemeral"}}
-        headers = {"connection": "close"}
-        body = {"model": "tiny", "max_tokens": 2, "messages": [message]}
-        response = server.post("/v1/chat/completions", body, **headers)
-        assert response.headers["x-kvpin-status"] == "ok", response.headers
+def test_what_is_right_is_protected_under_the_servers_label(server: Server) -> None:
+    response = server.chat([{"role": "user", "content": TEXT, "cache_control": {"type": "ephemeral"}}])
+    assert response.headers["x-kvpin-status"] == "ok", response.headers
     assert {prefix["label"] for prefix in server.prefixes().values()} == {"strict"}
-    assert server.log_path.read_text().count("Loaded endpoint plugin kvpin") == 2
