@@ -96,6 +96,7 @@ REPLY_BYTES_MAX = 16 << 20  # of a JSON answer that is held back to complete its
 EVENT_BYTES_MAX = 1 << 20  # of one server-sent event; after a longer one the stream passes unread
 LOCATE_S_MAX = 10.0  # to find a request's breakpoints: a prompt of 500,000 tokens takes some 6 s
 REPORT_WAIT_MS = 50  # for the master's report when the answer is complete
+REPORT_WAIT_MS_MAX = 10_000  # nobody should wait longer for a header
 REPORT_WAIT_STREAM_MS = 20  # ... and when it delays a stream's first token
 REPORT_POLL_MS = 4  # between two looks at a report that isn't complete
 HEADER_CHARS_MAX = 1000  # of notes in one header; servers and proxies take 8 KiB for all of them

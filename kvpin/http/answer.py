@@ -13,7 +13,7 @@ from kvpin.http.outcome import Outcome
 from kvpin.http.places import Dialect
 from kvpin.http.service import Prepared, Service
 from kvpin.http.usage import complete_answer
-from kvpin.limits import EVENT_BYTES_MAX, REPLY_BYTES_MAX, REPORT_WAIT_MS, REPORT_WAIT_STREAM_MS
+from kvpin.limits import EVENT_BYTES_MAX, REPLY_BYTES_MAX, REPORT_WAIT_STREAM_MS
 
 _EVENT_END = b"\n\n"
 _USAGE = b'"usage":'
@@ -58,7 +58,7 @@ class Answer:
         elif more:
             return
         else:
-            outcome = await self._service.report(self._prepared, REPORT_WAIT_MS)
+            outcome = await self._service.report(self._prepared, self._service.config.report_wait_ms)
             self._held = bytearray(self._completed(bytes(self._held), outcome))
             await self._begin(outcome, len(self._held))
         await self._send({"type": "http.response.body", "body": bytes(self._held), "more_body": more})
@@ -85,7 +85,7 @@ class Answer:
             self._opaque = True
         if _USAGE not in ready:
             return ready
-        outcome = await self._service.report(self._prepared, REPORT_WAIT_MS)
+        outcome = await self._service.report(self._prepared, self._service.config.report_wait_ms)
         return _EVENT_END.join(self._completed_event(event, outcome) for event in ready.split(_EVENT_END))
 
     def _completed_event(self, event: bytes, outcome: Outcome) -> bytes:

@@ -6,13 +6,17 @@ import msgspec
 
 from kvpin.calls import PendingCall
 from kvpin.client import Client
+from kvpin.errors import CallTimeout
 from kvpin.http.outcome import Outcome
 from kvpin.limits import REPORT_POLL_MS
 from kvpin.protocol import ReplyBody, Report, Reported, RequestBody
 
 
 async def ask(client: Client, body: RequestBody, timeout_ms: float) -> ReplyBody:
-    """The answer. Raises KvpinError; after `timeout_ms` CallTimeout, and the client's breaker is open."""
+    """The answer. Raises KvpinError; after `timeout_ms` CallTimeout.
+
+    So short a wait opens no breaker: the client finds out by itself, within its call timeout, that nothing is answered.
+    """
     loop = asyncio.get_running_loop()
     settled = asyncio.Event()
 
@@ -24,11 +28,13 @@ async def ask(client: Client, body: RequestBody, timeout_ms: float) -> ReplyBody
     try:
         await asyncio.wait_for(settled.wait(), timeout_ms / 1000)
     except TimeoutError:
-        pass
+        if not call.settled:
+            call.abandon()
+            raise CallTimeout(f"no answer to {type(body).__name__} within {timeout_ms:g} ms") from None
     except asyncio.CancelledError:
         call.abandon()
         raise
-    return call.wait(0)
+    return call.wait(0)  # it's settled
 
 
 async def with_reports(client: Client, outcome: Outcome, token: bytes, wait_ms: float) -> Outcome:
