@@ -20,6 +20,7 @@ from kvpin.mapping import Mapping
 from kvpin.processes import pid_namespace
 from kvpin.protocol import PROTOCOL_VERSION, Hello, ReplyBody, RequestBody, SegmentInfo
 from kvpin.reader import Reader
+from kvpin.session import Session
 from kvpin.writer import Writer
 
 _clients: "weakref.WeakSet[BaseClient]" = weakref.WeakSet()
@@ -105,9 +106,12 @@ class BaseClient:
 
     # --- requests of the protocol, for adapters ---------------------------------------------------------------------
 
-    def submit(self, body: RequestBody) -> PendingCall:
-        """Send a request and go on. Never waits, and doesn't raise: a call that can't be made has failed at once."""
-        return self._live().connection.submit(body)
+    def submit(self, body: RequestBody, only_in: Session | None = None) -> PendingCall:
+        """Send a request and go on. Never waits, and doesn't raise: a call that can't be made has failed at once.
+
+        `only_in`: the session of the call that this one follows up (`PendingCall.session`); it fails in any other.
+        """
+        return self._live().connection.submit(body, only_in)
 
     def call(self, body: RequestBody, timeout_ms: float | None = None) -> ReplyBody:
         """Send a request and wait for its answer (`timeout_ms` None: the configured one).

@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from kvpin.client import PendingCall
 from kvpin.http.sidefield import SideField
 from kvpin.protocol import Mark, SegmentInfo
+from kvpin.session import Session
 
 
 @dataclass
@@ -41,11 +42,15 @@ class Load:
 
 @dataclass
 class Put:
-    """Ranges granted for one store, until put_end or put_revoke. Past `deadline_s` the master has given it up."""
+    """Ranges granted for one store, until put_end or put_revoke. Past `deadline_s` the master has given it up.
+
+    So it has when `session` is over, even in the same epoch: the keys may be in a later put of this engine by then.
+    """
 
     ticket: int
     object_keys: list[bytes]
     segment: SegmentInfo
+    session: Session | None
     deadline_s: float
     failure: str = ""
 

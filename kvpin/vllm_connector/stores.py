@@ -18,6 +18,7 @@ from kvpin.errors import KvpinError, Unavailable
 from kvpin.keys import KV_CACHE_ID, kv_key
 from kvpin.limits import BATCH_KEYS_MAX, CHECKS_PENDING_MAX, PUT_MARGIN_MS, STEP_STORE_WAITS
 from kvpin.protocol import Ended, EndStatus, Grant, PutEnd, PutItem, PutRevoke, PutStart, PutStarted, PutStatus
+from kvpin.session import Session
 from kvpin.vllm_connector import metrics
 from kvpin.vllm_connector.lookups import outcome_of
 from kvpin.vllm_connector.request import Put, RequestState
@@ -66,8 +67,8 @@ class Stores:
             for start in range(0, len(items), BATCH_KEYS_MAX)
         ]
         replies = self._wait(calls, items)
-        if segment.epoch != self._client.epoch:
-            raise Unavailable("the master was started anew while it was asked")
+        if segment.epoch != self._client.epoch or any(call.session is not calls[0].session for call in calls):
+            raise Unavailable("the session with the master ended while it was asked")
         offsets = list(itertools.chain.from_iterable(reply.offsets for reply in replies))
         statuses = list(itertools.chain.from_iterable(reply.statuses for reply in replies))
         granted = [index for index, status in enumerate(statuses) if status is PutStatus.WRITE]
@@ -75,6 +76,7 @@ class Stores:
             ticket=ticket,
             object_keys=[object_keys[index] for index in granted],
             segment=segment,
+            session=calls[0].session,
             deadline_s=min(call.sent_s for call in calls) + (self._client.put_timeout_ms - PUT_MARGIN_MS) / 1000,
         )
         self._count(statuses, list(itertools.chain.from_iterable(reply.grants for reply in replies)))
@@ -89,9 +91,9 @@ class Stores:
             self._counters.add(metrics.STORE_BLOCKS, "lost", count=count)
         elif failure:
             self._counters.add(metrics.STORE_BLOCKS, "failed", count=count)
-            self._send(put.object_keys, PutRevoke)
+            self._send(put.object_keys, PutRevoke, put.session)
         else:
-            self._send(put.object_keys, PutEnd)
+            self._send(put.object_keys, PutEnd, put.session)
 
     def step(self) -> None:
         """Once a scheduler step: a new budget for waiting, and answers that came since."""
@@ -119,15 +121,15 @@ class Stores:
                 call.abandon()
             statuses = itertools.chain.from_iterable(reply.statuses for reply in replies)
             granted = [item.key for item, status in zip(items, statuses, strict=False) if status is PutStatus.WRITE]
-            self._send(granted, PutRevoke)
+            self._send(granted, PutRevoke, calls[0].session)
             raise
         finally:
             self._step_wait_left_s -= self._clock() - started_s
         return replies
 
-    def _send(self, object_keys: list[bytes], body: type[PutEnd] | type[PutRevoke]) -> None:
+    def _send(self, object_keys: list[bytes], body: type[PutEnd] | type[PutRevoke], session: Session | None) -> None:
         for start in range(0, len(object_keys), BATCH_KEYS_MAX):
-            call = self._client.submit(body(keys=object_keys[start : start + BATCH_KEYS_MAX]))
+            call = self._client.submit(body(keys=object_keys[start : start + BATCH_KEYS_MAX]), session)
             self._checks.append((call, "stored" if body is PutEnd else ""))
         while len(self._checks) > CHECKS_PENDING_MAX:
             self._checks.popleft()[0].abandon()
