@@ -257,18 +257,26 @@ class Model:
             assert reply.lease_id not in self.leases
             self.leases[reply.lease_id] = Lease(owner, self.now + lease, hits)
         grants = [Grant.NONE] * len(blocks)
+        holes: dict[bytes, int] = {}
         for index in sorted(range(len(blocks)), key=lambda index: blocks[index].end):
+            end = blocks[index].end
             for mark in marks:
-                if mark.end_token >= blocks[index].end and self.renew_one(mark, blocks[index].end, found[index]):
+                if mark.end_token < end:
+                    continue
+                if self.renew_one(mark, end, found[index], holes.get(mark.prefix_id)):
                     grants[index] = Grant.RENEWED
+                else:
+                    holes.setdefault(mark.prefix_id, end)
         assert reply.grants == (grants if marks else [])
 
-    def renew_one(self, mark: Mark, end: int, item: Item | None) -> bool:
+    def renew_one(self, mark: Mark, end: int, item: Item | None, hole: int | None) -> bool:
         if item is None or not item.windows:
             return False
         held = item.windows.get(mark.prefix_id, 0)
         gaps = self.gaps.get(mark.prefix_id, {})
         if not held and gaps and end > min(gaps.values()):
+            return False
+        if not held and hole is not None and end > hole:
             return False
         item.windows[mark.prefix_id] = max(held, self.now + mark.ttl_ms)
         gaps.pop(item.block.key, None)

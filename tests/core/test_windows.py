@@ -252,6 +252,19 @@ class TestSharedBlocks:
         assert alice.put(SYS, mark("p")) == "EXISTS WRITE | RENEWED CAPACITY_EXCEEDED"
         assert letters(alice.get(ONE, mark("p")).grants) == "RENEWED NONE*3"
 
+    def test_a_read_joins_no_block_behind_one_that_nobody_holds(self) -> None:
+        alice = World().client()
+        alice.put(ONE[2:], mark("q"))
+        alice.put(SYS[1:])
+        assert letters(alice.get(ONE, mark("p")).grants) == "NONE*4"
+        assert alice.prefixes(prefix_ids=[pid("p")]) == []
+
+    def test_a_read_renews_what_the_prefix_itself_holds_also_behind_a_hole(self) -> None:
+        alice = World().client()
+        alice.put(ONE[2:], mark("p", ttl=100))
+        assert letters(alice.get(ONE, mark("p", ttl=500)).grants) == "NONE*2 RENEWED*2"
+        assert alice.prefix("p").remaining_ms == 500
+
 
 class TestExpireModes:
     def test_expire_leaves_ordinary_objects(self) -> None:

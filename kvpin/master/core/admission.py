@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvpin.limits import REPORT_BYTES_MAX
 from kvpin.master.core.tables import Tables
-from kvpin.master.core.types import COMPLETE, Object, Prefix, Session
+from kvpin.master.core.types import COMPLETE, NO_GAP, Object, Prefix, Session
 from kvpin.master.core.windows import is_open
 from kvpin.protocol import Grant, Mark
 
@@ -22,12 +22,13 @@ _BADNESS = {RENEWED: 0, OPENED: 1, NONE: 2, GAP: 3, CAPACITY_EXCEEDED: 4}
 class _Lane:
     """One mark of the request."""
 
-    __slots__ = ("mark", "outcomes", "prefix", "renewed")
+    __slots__ = ("hole_token", "mark", "outcomes", "prefix", "renewed")
 
     def __init__(self, mark: Mark, prefix: Prefix | None) -> None:
         self.mark = mark
         self.prefix = prefix  # None: no record (yet, or PREFIXES_MAX are there)
         self.renewed = False
+        self.hole_token = NO_GAP  # the first looked up block that this prefix doesn't hold
         self.outcomes: dict[int, Grant] = {}  # by end_token, for the report
 
     def note(self, end_token: int, grant: Grant) -> None:
@@ -90,6 +91,8 @@ class MarkedBatch:
                 lane.note(end_token, grant)
             if grant is RENEWED:
                 best = grant
+            else:
+                lane.hole_token = min(lane.hole_token, end_token)
         self._keys[best].append(key)
         return best
 
@@ -138,9 +141,11 @@ class MarkedBatch:
         return refusal
 
     def _extend(self, lane: _Lane, end_token: int, obj: Object) -> bool:
-        """Extend a prefix's own window on a guaranteed block, or join the others that hold it."""
+        """Extend a prefix's own window on a guaranteed block, or, up to its first hole, join the others that hold it."""
         windows = self._tables.windows
         prefix = lane.prefix
+        if end_token > lane.hole_token and (prefix is None or obj not in prefix.holds):
+            return False
         if prefix is None:
             prefix = lane.prefix = windows.find_or_make(self._session.tenant, lane.mark, self._now_ms)
             if prefix is None:
