@@ -287,6 +287,16 @@ class TestReports:
         assert alice.send(Report(b"a")) == Reported(False, [])
         assert alice.report(b"b")
 
+    def test_one_token_used_for_ever_takes_no_more_than_a_request_can(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reports, "REPORT_ENDS_MAX", 4)
+        monkeypatch.setattr(reports, "MARKS_MAX", 2)
+        alice = World().client()
+        for name in ("p", "q", "s"):
+            alice.put(DOC[:1], mark(name), report=b"r")
+        assert {found.prefix_id for found in alice.report(b"r")} == {pid("p"), pid("q")}
+        alice.put(chain("long", 5), mark("p"), report=b"r")
+        assert alice.send(Report(b"r")) == Reported(False, [])
+
 
 class TestStories:
     def events(self, client: Client, key: bytes) -> list[tuple[int, str]]:

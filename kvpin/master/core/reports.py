@@ -8,7 +8,7 @@ request protected stays "opened" when a later chunk renews it.
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from kvpin.limits import REPORT_ENDS_MAX, REPORTS_MAX
+from kvpin.limits import MARKS_MAX, REPORT_ENDS_MAX, REPORTS_MAX
 from kvpin.protocol import Grant, Mark, MarkReport, Reported
 
 _GRANTED = (Grant.OPENED, Grant.RENEWED)
@@ -34,7 +34,10 @@ class Reports:
 
     def add(self, token: bytes, mark: Mark, outcomes: Mapping[int, Grant]) -> None:
         """One message's outcomes for one mark, by block end."""
-        record = self._by_token.setdefault(token, {}).setdefault(mark.prefix_id, _MarkRecord())
+        records = self._by_token.setdefault(token, {})
+        if mark.prefix_id not in records and len(records) >= MARKS_MAX:
+            return  # no request has so many
+        record = records.setdefault(mark.prefix_id, _MarkRecord())
         record.end_token = max(record.end_token, mark.end_token)
         ends = record.ends
         self._ends -= len(ends)
@@ -43,7 +46,7 @@ class Reports:
             if before is None or not (grant is Grant.NONE or (before is Grant.OPENED and grant is Grant.RENEWED)):
                 ends[end_token] = grant
         self._ends += len(ends)
-        while len(self._by_token) > REPORTS_MAX or (self._ends > REPORT_ENDS_MAX and len(self._by_token) > 1):
+        while len(self._by_token) > REPORTS_MAX or self._ends > REPORT_ENDS_MAX:
             _, dropped = self._by_token.popitem(last=False)
             self._ends -= sum(len(gone.ends) for gone in dropped.values())
 
