@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvpin.limits import BATCH_KEYS_MAX
 from kvpin.master.core import reads
 from kvpin.protocol import Bye, Done, ErrorCode, Failure, GetReplicas, Ping, PutItem, PutStart, Release
 
@@ -70,6 +71,13 @@ class TestLeases:
         assert world.stat("leases") == 1
         assert alice.send(Release([lease, lease])) == Done()
         assert world.stat("leases") == 0
+
+    def test_a_message_that_releases_too_many_is_refused(self) -> None:
+        alice = World().client()
+        reply = alice.send(Ping(), released=range(BATCH_KEYS_MAX + 1))
+        assert isinstance(reply, Failure)
+        assert reply.code is ErrorCode.BAD_REQUEST
+        assert alice.send(Ping(), released=range(BATCH_KEYS_MAX)) == Done()
 
     def test_over_the_limit_a_get_is_refused_and_no_running_lease_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reads, "LEASES_MAX_PER_CLIENT", 2)

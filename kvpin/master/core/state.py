@@ -11,7 +11,7 @@ pauses would grow with the number of objects.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvpin.limits import EVICT_BACKOFF_MS, TICK_EVICT_OBJECTS_MAX
+from kvpin.limits import BATCH_KEYS_MAX, EVICT_BACKOFF_MS, TICK_EVICT_OBJECTS_MAX
 from kvpin.master.core import guarantees, puts, queries, reads, removal, validate
 from kvpin.master.core.config import CoreConfig
 from kvpin.master.core.invariants import violations
@@ -102,6 +102,8 @@ class State:
         session = tables.sessions.get(client_id)
         if session is None:
             return self._refuse(ErrorCode.EPOCH_CHANGED, "this master doesn't know you: say Hello")
+        if len(released_leases) > BATCH_KEYS_MAX:
+            return self._refuse(ErrorCode.BAD_REQUEST, f"over {BATCH_KEYS_MAX} released leases: send fewer")
         if released_leases:
             tables.leases.release(session, released_leases)
         known = session.replies.get(request_id)
