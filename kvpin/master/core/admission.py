@@ -141,7 +141,7 @@ class MarkedBatch:
         return refusal
 
     def _extend(self, lane: _Lane, end_token: int, obj: Object) -> bool:
-        """Extend a prefix's own window on a guaranteed block, or, up to its first hole, join the others that hold it."""
+        """Extend a prefix's own window on a guaranteed block, or join its other holders up to the first hole."""
         windows = self._tables.windows
         prefix = lane.prefix
         if end_token > lane.hole_token and (prefix is None or obj not in prefix.holds):
