@@ -296,6 +296,15 @@ def test_a_report_that_completes_late_is_waited_for() -> None:
     assert len(front.client.asked) == 3
 
 
+def test_a_master_that_falls_silent_does_not_void_what_it_has_said() -> None:
+    front = Front(report_wait_ms=20)
+    front.reports = []
+    original = front.client.answer
+    front.client.answer = lambda body: original(body) if len(front.client.asked) == 1 else None
+    assert front.ask(chat()).headers["x-kvpin-status"] == "pending"
+    assert len(front.client.asked) == 2
+
+
 def test_an_error_answer_is_left_alone() -> None:
     error = b'{"error": {"message": "no"}, "usage": {"prompt_tokens": 1}}'
     exchange = Front().ask(chat(), app=lambda exchange: App(exchange, [error], status=404))
